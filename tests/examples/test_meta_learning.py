@@ -58,22 +58,6 @@ def test_the_second_order_is_that_of_a_finite_difference_and_the_first_leaves_it
     assert first == pytest.approx(along(jax.tree.map(lambda g: g.mean(axis=0), gradients)), rel=1e-9)
 
 
-def test_images_go_through_convolutions_first(double):
-    model = maml.Model(jax.random.key(0), shape=(13, 13, 3), num_outputs=2, width=5)
-    images = x = jnp.array(np.random.default_rng(0).normal(size=(4, 13, 13, 3)))
-    assert len(model.stem) == 4
-    for layer in model.stem[:-1]:  # 13, 7, 4, 2
-        assert layer.bias is not None
-        kernel = layer.weight.reshape(5, 3, 3, -1)  # outputs, rows, columns, channels
-        around = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
-        numbers = ("NHWC", "OHWI", "NHWC")
-        x = jax.lax.conv_general_dilated(around, kernel, (2, 2), "VALID", dimension_numbers=numbers)
-        x = jax.nn.relu(jax.nn.standardize(x + layer.bias, (1, 2, 3)))
-    assert x.shape == (4, 2, 2, 5)
-    rest = eqx.tree_at(lambda model: model.stem, model, model.stem[-1:])
-    np.testing.assert_allclose(model(images), rest(x), rtol=1e-9)
-
-
 def test_the_halves_of_a_task_have_the_same_classes_and_no_image_in_common():
     kinds = [np.full((4, 2, 2, 1), 10 * i) + np.arange(4).reshape(4, 1, 1, 1) for i in range(6)]
     args = types.SimpleNamespace(ways=3, shots=2)

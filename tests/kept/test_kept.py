@@ -95,20 +95,6 @@ def test_another_run_is_another_program() -> None:
             assert_same(found, train(**{**arguments, **changed}))
 
 
-def test_evaluation_is_never_stale() -> None:
-    target, state = np.zeros((), np.float32), linear_state()
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(errors_of(model, batch)) - target
-
-    before = evaluate(state, loss_fn)
-    with compilations() as compiled:
-        assert before == evaluate(state, loss_fn)
-    assert compiled == []
-    target.fill(1)
-    np.testing.assert_allclose(evaluate(state, loss_fn), before - 1, rtol=1e-6)
-
-
 def test_nothing_is_kept_alive() -> None:
     """Neither the functions nor what they capture; nor the program once that is gone."""
 

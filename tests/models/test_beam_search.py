@@ -1,4 +1,7 @@
-"""`beam_search` against a search written by hand, all texts there are, and what the model says of a text."""
+"""`beam_search` against all texts there are, and what the model says of a text.
+
+`tests/parity` compares it with that of transformers.
+"""
 
 from typing import Any
 
@@ -6,83 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import in_long
-from test_generate import LENGTHS, NEW, PAD, PROMPT, ROWS, greedy, log_probabilities, model_of, padded
+from test_generate import NEW, PAD, PROMPT, ROWS, greedy, log_probabilities, model_of, padded
 from tiny_models import VOCABULARY, telling
 
 from redco_eqx.models import beam_search
 
 BEAMS = 4
 Text = tuple[int, ...]
-Found = list[tuple[float, Text]]
 
 
-def next_tokens(model: Any, prompt: Any, texts: list[Text], width: int, *source: Any) -> np.ndarray:
+def next_tokens(model: Any, prompt: Any, texts: list[Text], width: int) -> np.ndarray:
     """The log-probabilities of the token after each text: one pass, with no cache or mask."""
     whole = np.zeros((width, PROMPT + NEW), np.int32)
     for row, text in enumerate(texts):
         whole[row, : len(prompt) + len(text)] = [*prompt, *text]
-    logs = np.asarray(log_probabilities(model, whole, *source), np.float64)
+    logs = np.asarray(log_probabilities(model, whole), np.float64)
     return logs[np.arange(len(texts)), [len(prompt) + len(text) - 1 for text in texts]]
-
-
-def searched(model: Any, prompt: Any, *source: Any, kind: Any, penalty: float, ends: Text) -> Found:
-    """The best texts and their scores."""
-    running: Found = [(0.0, ())]
-    done: Found = []
-    for length in range(1, NEW + 1):
-        after = next_tokens(model, prompt, [text for _, text in running], BEAMS, *source)
-        longer = [
-            (total + one, (*text, token))
-            for (total, text), row in zip(running, after)
-            for token, one in enumerate(row)
-        ]
-        longer.sort(reverse=True)
-        ended = [x for x in longer[:BEAMS] if x[1][-1] in ends or length == NEW]
-        done += [(total / length**penalty, text) for total, text in ended]
-        done = sorted(done, reverse=True)[:BEAMS]
-        running = [x for x in longer if x[1][-1] not in ends][:BEAMS]
-        reach = NEW if kind == "never" and penalty > 0 else length
-        if len(done) == BEAMS and (kind is True or running[0][0] / reach**penalty <= done[-1][0]):
-            break
-    return done
-
-
-def assert_found(tokens: Any, scores: Any, expected: Found) -> None:
-    for row, score, (wanted, text) in zip(np.asarray(tokens), np.asarray(scores), expected, strict=True):
-        np.testing.assert_array_equal(row, [*text, *[PAD] * (len(row) - len(text))])
-        # A sum of as many float32 log-probabilities as the text is long, of logits summed in another order.
-        np.testing.assert_allclose(score, wanted, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("mistral", [(False, 1.0), (False, -0.5), (True, 1.0), ("never", 1.0)]),
-        ("t5", [(False, 0.0)]),
-    ],
-)
-def test_equals_a_search_by_hand_without_a_cache(name, kinds):
-    model, (ids, mask), results = model_of(name), padded("left"), set()
-    ends = tuple(range(12))  # many, so that the ways to end a search differ
-    if name == "t5":
-        given = [((0,), np.repeat(ids[[row]], BEAMS, 0), np.repeat(mask[[row]], BEAMS, 0)) for row in range(4)]
-    else:
-        given = [(row[:length],) for row, length in zip(ROWS, LENGTHS)]
-    options: Any = {"max_new_tokens": NEW, "num_beams": BEAMS, "eos_token_id": ends, "pad_token_id": PAD}
-    found: Any = None
-    for kind, penalty in kinds:
-        expected = [searched(model, *row, kind=kind, penalty=penalty, ends=ends) for row in given]
-        options |= {"length_penalty": penalty, "early_stopping": kind}
-        found = beam_search(model, np.where(mask == 1, ids, -100), attention_mask=mask, **options)
-        for row in range(4):
-            assert_found(found.tokens[row], found.scores[row], expected[row])
-        results.add(str(expected))
-    assert len(results) == len(kinds), "an option makes no difference"
-    mask[1] = 0  # a row without tokens harms no other
-    gap = beam_search(model, ids, attention_mask=mask, **options)
-    np.testing.assert_array_equal(gap.tokens[1], PAD)
-    np.testing.assert_array_equal(gap.scores[1], -np.inf)
-    np.testing.assert_array_equal(gap.tokens[2:], found.tokens[2:])
 
 
 @pytest.mark.parametrize(("ends", "penalty"), [((0, 3), 2.0), *in_long(((), -1.0), ((2,), 0.0))])
@@ -91,7 +33,7 @@ def test_a_search_of_all_prefixes_finds_every_text(ends, penalty):
     num, width, prompt = 3, 64, np.asarray([1, 3, 0, 2], np.int32)
     model = telling("llama", vocab_size=4)
     totals: dict[Text, float] = {(): 0.0}
-    texts: Found = []
+    texts: list[tuple[float, Text]] = []
     for length in range(1, num + 1):
         after = next_tokens(model, prompt, list(totals), width)
         longer = {
@@ -107,7 +49,10 @@ def test_a_search_of_all_prefixes_finds_every_text(ends, penalty):
         model, prompt[None], max_new_tokens=num, num_beams=width, length_penalty=penalty, eos_token_id=ends,
         pad_token_id=PAD,
     )  # fmt: skip
-    assert_found(found.tokens[0, : len(texts)], found.scores[0, : len(texts)], texts)
+    for row, score, (wanted, text) in zip(np.asarray(found.tokens[0]), np.asarray(found.scores[0]), texts):
+        np.testing.assert_array_equal(row, [*text, *[PAD] * (num - len(text))])
+        # A sum of as many float32 log-probabilities as the text is long, of logits summed in another order.
+        np.testing.assert_allclose(score, wanted, rtol=1e-5)
     assert (np.asarray(found.scores[0, len(texts) :]) == -np.inf).all()
 
 
@@ -122,6 +67,17 @@ def test_one_beam_is_greedy():
             max_new_tokens=NEW, eos_token_id=end, pad_token_id=PAD,
         )  # fmt: skip
         np.testing.assert_array_equal(found.tokens[:, 0], np.where(ended, PAD, texts))
+
+
+def test_a_row_without_tokens_harms_no_other():
+    model, (ids, mask) = model_of("mistral"), padded("left")
+    options: Any = {"max_new_tokens": NEW, "num_beams": BEAMS, "eos_token_id": range(12), "pad_token_id": PAD}
+    found = beam_search(model, np.where(mask == 1, ids, -100), attention_mask=mask, **options)
+    mask[1] = 0
+    gap = beam_search(model, ids, attention_mask=mask, **options)
+    np.testing.assert_array_equal(gap.tokens[1], PAD)
+    np.testing.assert_array_equal(gap.scores[1], -np.inf)
+    np.testing.assert_array_equal(gap.tokens[2:], found.tokens[2:])
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path
-from fit_helpers import assert_identical, host
+from fit_helpers import assert_identical
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import TrainState, init_model, init_state, make_mesh, shard_rules, to_arrays
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.optimizer import check_optimizer
-from redco_eqx._step.state import EVALUATE, ORDER, PREDICT, TRAIN, stream
 
 ADAM = optax.adam(1e-3)
 
@@ -302,16 +301,6 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_path():
     for other in (optax.sgd(0.1, momentum=0.9), low, optax.chain(ADAM, ADAM)):
         with pytest.raises(ValueError, match=r"at opt_state\.\S+ it keeps .*, but the state holds"):
             check_optimizer("fit", state, other)
-
-
-def test_no_two_streams_or_steps_share_a_key():
-    state = init_state({"a": jnp.ones(1)}, key=KEY)
-    seen = {host(KEY).tobytes()}
-    for tag in (TRAIN, EVALUATE, PREDICT, ORDER):
-        for step in range(20):
-            at = dataclasses.replace(state, step=jnp.int32(step))
-            seen.add(host(stream(at, tag)).tobytes())
-    assert len(seen) == 81
 
 
 # Sharded birth; more in tests/birth.
