@@ -201,7 +201,7 @@ def code_lines(source: str) -> int:
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in skipped]
     lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 

@@ -3,14 +3,13 @@
 import ast
 import graphlib
 import inspect
-import io
 import pathlib
 import re
-import tokenize
 from collections import defaultdict
 
 from fit_helpers import printed
 from house import rooms
+from run_all import code_lines
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -117,7 +116,7 @@ def test_a_fit_and_the_path_rules_load_what_they_use():
     found = {name.split(".")[1] for name in names if "." in name}
     assert not found & {"models", "_planning", "_dataflow", "_compiled", "_birth"}
     files = [pathlib.Path(*name.split(".")[1:]).with_suffix(".py") for name in names if "." in name]
-    lines = sum(num_code_lines(path) for path in [*files, FACES[0]] if path in TEXTS)
+    lines = sum(code_lines(TEXTS[path]) for path in [*files, FACES[0]] if path in TEXTS)
     assert lines <= LOADED
     by_rules = loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())")
     assert not any("_dataflow" in name for name in by_rules)
@@ -141,19 +140,6 @@ def test_only_one_file_knows_what_jax_keeps_private():
 
 CEILINGS = {"code lines": 9_766, "files": 79, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
-NO_CODE = {getattr(tokenize, kind) for kind in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
-
-
-def num_code_lines(path: pathlib.Path) -> int:
-    """Lines that are neither blank, nor a comment, nor in a docstring."""
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(TEXTS[path]).readline):
-        if token.type not in NO_CODE:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
-            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
 
 
 def test_the_house_is_no_larger_than_was_agreed():
@@ -165,7 +151,7 @@ def test_the_house_is_no_larger_than_was_agreed():
         if (body := node.body[1:] if ast.get_docstring(node) else node.body)
     ]
     found = {
-        "code lines": sum(map(num_code_lines, CORE)),
+        "code lines": sum(code_lines(TEXTS[path]) for path in CORE),
         "files": len(CORE),
         "rooms": len({path.parts[0] for path in CORE if len(path.parts) > 1}),
         "parameters of fit": len(inspect.signature(rx.fit).parameters),

@@ -1,6 +1,6 @@
 """`nox -s hosts`: really several processes, hosts and launchers; a table of what became of each.
 
-    python tests/hosts/run.py [PART ...]     loopback namespaces nodes slurm xmanager faults
+    python tests/hosts/run.py [PART ...]     namespaces nodes slurm xmanager faults
 
 FAULT=name, in the environment, runs only the faults whose names contain it.
 
@@ -74,11 +74,6 @@ class Session:
 # Launchers
 
 
-def loopback(session):
-    out, names = session.directory(), list(program.MESHES)
-    session.check_equal("loopback", "two processes", harness.start_loopback(out, "equal", *names), out, names)
-
-
 def start_on_hosts(hosts, out, *arguments, num_devices=4):
     """The program, once on each host."""
     places = [harness.joined(i, 2, f"{network.ADDRESSES[0]}:9876") for i in range(2)]
@@ -89,9 +84,9 @@ def start_on_hosts(hosts, out, *arguments, num_devices=4):
 def namespaces(session):
     if reason := network.missing():
         return row("namespaces", "two hosts", reason, False)
-    out = session.directory()
+    out, every = session.directory(), list(program.MESHES)
     with network.TwoHosts(out) as hosts:
-        session.check_equal("namespaces", "two hosts", start_on_hosts(hosts, out, "equal", *SOME), out, SOME)
+        session.check_equal("namespaces", "two hosts", start_on_hosts(hosts, out, "equal", *every), out, every)
         for host in range(2):
             out = session.directory()
             hosts.write_hosts_files(wrong=host)
@@ -304,7 +299,7 @@ def run_fault(session, fault, whole):
         print(processes.text()[-4000:], "AGAIN", restart.text()[-3000:])
 
 
-PARTS = {part.__name__: part for part in (loopback, namespaces, nodes, slurm, xmanager, faults)}
+PARTS = {part.__name__: part for part in (namespaces, nodes, slurm, xmanager, faults)}
 
 
 def main():
