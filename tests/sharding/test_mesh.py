@@ -56,13 +56,10 @@ def test_given_devices_are_used_in_their_order():
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 0}, "tensor=0"),
-    ({"fsdp": -2}, "fsdp=-2"),
-    ({"data": 0}, "data=0"),
     ({"data": -2}, "data=-2"),
     ({"tensor": 16}, "tensor=16 needs 16 devices, but there are 8"),
     ({"data": 4, "tensor": 4}, "data=4, fsdp=1, tensor=4 needs 16 devices, but there are 8"),
     ({"tensor": 3}, r"fsdp \* tensor = 3 must divide the number of devices, but there are 8"),
-    ({"tensor": 3, "fsdp": 2}, r"fsdp \* tensor = 6 must divide"),
     ({"devices": []}, "there are none"),
     ({"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices"),
 ]

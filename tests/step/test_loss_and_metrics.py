@@ -83,7 +83,6 @@ BAD_LOSSES: list[tuple[Any, str]] = [
     (lambda m, b, k: Mean(ONE, jnp.ones(4)), r"its weight has shape \(4,\)"),
     (lambda m, b, k: (ONE, {"hits": b}), r"the metric 'hits' .* shape \(4, 2\)"),
     (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
-    (lambda m, b, k: (ONE, {}, None), r"must return a loss, or .* a tuple of 3"),
     (lambda m, b, k: (), "a tuple of 0"),
     (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
     (lambda m, b, k: (ONE, {"loss": ONE}), "'loss' is reserved"),
