@@ -92,7 +92,7 @@ def compiled_bytes(
 
 
 def zoo_cases() -> Iterator[Case]:
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "sharding"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
     zoo = importlib.import_module("zoo")
 
     for entry in zoo.ZOO:

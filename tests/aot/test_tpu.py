@@ -22,7 +22,7 @@ import quickstart
 import topology
 import workloads
 from jax.sharding import PartitionSpec
-from sharding.zoo import BY_NAME
+from zoo import BY_NAME
 
 import redco_eqx as rx
 from redco_eqx import _birth as making

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import abstract, abstract_mesh
 from jax.sharding import PartitionSpec
-from sharding.zoo import BY_NAME, Entry, of_rows
+from zoo import BY_NAME, Entry, of_rows
 
 import redco_eqx as rx
 from redco_eqx.types import Explanation

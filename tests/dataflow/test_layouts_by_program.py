@@ -9,7 +9,7 @@ import pytest
 from cases import MESH, PROGRAMS, ROWS, explained, loss_of, sent, specs_of
 from helpers import abstract, abstract_mesh, decide, in_long
 from jax.sharding import PartitionSpec as P
-from sharding.zoo import goldens, unlike
+from zoo import goldens, unlike
 
 import redco_eqx as rx
 

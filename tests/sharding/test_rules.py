@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding.zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
+from zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
 
 import redco_eqx as rx
 from redco_eqx import models
