@@ -22,8 +22,8 @@ class Rollouts:
     """
 
     def __init__(self, name: str, num_envs: int, mesh: Mesh, *, actions: type[gym.Space], seed: int):
-        """Make the environments. Raises `ValueError` for actions of another kind, and for observations that are
-        not vectors.
+        """Make the environments. Raises `ValueError` for actions of a different kind, and for observations that
+        are not vectors.
         """
         try:
             envs = gym.make_vec(name, num_envs=num_envs)

@@ -401,7 +401,7 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
     "SIGTERM or SIGINT, each phase": (signals, 8, 2),
     "a second signal": (second_signals, 3, 1),
     "a signal to one of two processes": (signals_to_one_of_two, 4, 1),
-    "another mesh or number of processes": (layouts, 999, 14),
+    "a different mesh or number of processes": (layouts, 999, 14),
 }
 
 

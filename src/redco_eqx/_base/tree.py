@@ -197,7 +197,7 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
     **Raises:**
 
-    `ValueError` naming every path that is missing or unexpected, or whose array has another shape or dtype.
+    `ValueError` naming every path that is missing or unexpected, or whose array has a different shape or dtype.
     """
     own = to_arrays(tree)
     problems = [f"missing: {path} {describe(x)}" for path, x in own.items() if path not in arrays]

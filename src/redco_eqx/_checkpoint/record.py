@@ -127,7 +127,7 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
     """Read the record of one checkpoint.
 
     Raises `CheckpointError`, naming the checkpoint, if the record is missing or damaged, and
-    `CheckpointFormatError` if another version wrote it.
+    `CheckpointFormatError` if a different version wrote it.
     """
     try:
         outer = json.loads((path / "record" / "record.json").read_bytes())

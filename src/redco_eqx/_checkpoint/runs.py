@@ -21,7 +21,7 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointFormatError(RuntimeError):
-    """A checkpoint is not damaged, but another version wrote it in a format that this version cannot read."""
+    """A checkpoint is intact, but a different version wrote it in a format that this version cannot read."""
 
 
 @dataclasses.dataclass(frozen=True)

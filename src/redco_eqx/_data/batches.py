@@ -346,7 +346,7 @@ def batches(
 
     `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs from that of another
     process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or arrays
-    with another shape than on another process. The message names the leaf.
+    with a different shape than on another process. The message names the leaf.
     """
     check_function("batches", "collate_fn", collate_fn, "examples")
     data = as_data(examples)

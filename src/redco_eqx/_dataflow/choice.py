@@ -33,8 +33,8 @@ LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshap
 class Strategy(NamedTuple):
     """One way to run an operation: the states that it takes and returns, and the work of one device.
 
-    `is_late`: true if a result is pending over `tensor` along another dim than the one that the batch is summed
-    along.
+    `is_late`: true if a result is pending over `tensor` along a different dim from the one that the batch is
+    summed along.
     """
 
     takes: tuple[State, ...]

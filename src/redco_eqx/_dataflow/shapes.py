@@ -35,7 +35,7 @@ def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
 
 
 def add(walk: Walk, operands: list[Value]) -> Results:
-    """Combine several sums over devices into one, also in another dtype; a bias may be added after it."""
+    """Combine several sums over devices into one, also in a different dtype; a bias may be added after it."""
     (dims,) = unlisted(walk, operands)
     out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):

@@ -106,7 +106,7 @@ class Walk:
         try:
             given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
-            # The rule was written for another version of JAX, and a parameter is missing.
+            # The rule was written for a different version of JAX, and a parameter is missing.
             given = []
             self.equation = equation
         pairs = enumerate(given[: len(equation.outvars)])
@@ -238,7 +238,7 @@ class Costs:
         return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
 
     def gathered(self, num_bytes: float) -> float:
-        """Bytes sent to gather an array of this size over `tensor`, or to split it along another dim."""
+        """Bytes sent to gather an array of this size over `tensor`, or to split it along a different dim."""
         return ring_bytes("all-gather", num_bytes, self.tensor)
 
     def sent_over_batch(self, event: Event, part: float, split: Split | None = None) -> float:

@@ -88,8 +88,8 @@ class TrainState(eqx.Module):
     - `step`: the number of steps taken, int32.
     - `structure`: everything in the model except its arrays, and the same for the `eqx.nn.State`.
     - `stored`: the paths of the model's arrays that `tensor` splits only where they are stored, not for use.
-        The shardings of these arrays may not say this, because JAX may return them under another spec that
-        means the same to JAX.
+        The shardings of these arrays may not say this, because JAX may return them under a different spec that
+        it treats as the same.
     """
 
     params: dict[str, AnyArray]

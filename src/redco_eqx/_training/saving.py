@@ -59,8 +59,8 @@ class Saver:
         `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
         together.
 
-        **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if the examples
-        have changed; `CheckpointError` if all checkpoints are damaged.
+        **Raises:** `ValueError` if the checkpoints are of a different model or run, or if the examples have
+        changed; `CheckpointError` if all checkpoints are damaged.
         """
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:

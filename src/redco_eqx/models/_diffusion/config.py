@@ -57,7 +57,7 @@ class StagesConfig(DiffusersConfig):
         return found
 
     def check_stages(self, **allowed: tuple[str, ...]) -> None:
-        """Raise `ValueError` for kinds of stages that are not `allowed`, another number of them, or channels
+        """Raise `ValueError` for kinds of stages that are not `allowed`, a wrong number of them, or channels
         that do not divide into the groups of a norm.
         """
         for entry, kinds in allowed.items():

@@ -109,9 +109,9 @@ class Scheduler(abc.ABC):
         return np.cumprod(1 - self.betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, num_steps: int) -> Int[np.ndarray, " steps"]:
-        """Return the timesteps of `num_steps` steps, in falling order.
+        """Return the timesteps of `num_steps` steps, in descending order.
 
-        Raises `ValueError` for more steps than timesteps, or if `steps_offset` leads out of the table.
+        Raises `ValueError` for more steps than timesteps, or if `steps_offset` points outside the table.
         """
         num = self.num_train_timesteps
         if not 1 <= num_steps <= num:

@@ -77,7 +77,7 @@ class TransformerBlock(eqx.Module):
 class SpatialTransformer(eqx.Module):
     """Transformer blocks over the pixels of an image, between two projections, added to the image.
 
-    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same numbers in another shape.
+    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same numbers in a different shape.
     """
 
     norm: GroupNorm

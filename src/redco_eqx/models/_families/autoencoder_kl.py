@@ -187,7 +187,7 @@ class AutoencoderKL(ImageModel):
 
         - `images`: from -1 to 1.
 
-        **Raises:** `ValueError` for another number of channels, or a height or width that is not a multiple of
+        **Raises:** `ValueError` for a wrong number of channels, or a height or width that is not a multiple of
         `config.downscale`.
         """
         check_image("images", images, self.config.in_channels, self.config.downscale)
@@ -199,7 +199,7 @@ class AutoencoderKL(ImageModel):
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c _ _"]:
         """Return the images of some latents, about from -1 to 1.
 
-        **Raises:** `ValueError` for another number of channels.
+        **Raises:** `ValueError` for a wrong number of channels.
         """
         check_image("latents", latents, self.config.latent_channels)
         x = latents if self.post_quant_conv is None else self.post_quant_conv(latents)

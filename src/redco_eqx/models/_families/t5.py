@@ -261,7 +261,7 @@ class T5Stack(eqx.Module):
 
 
 def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
-    """Return a layer with another table of relative positions."""
+    """Return a layer with a different table of relative positions."""
     return eqx.tree_at(
         lambda block: block.layer[0].SelfAttention.relative_attention_bias,
         block, table, is_leaf=lambda x: x is None,

@@ -189,7 +189,7 @@ class UNet2DConditionModel(ImageModel):
         - `key`: for dropout, which needs a key and a model that is not in inference mode
             (`eqx.nn.inference_mode`).
 
-        **Raises:** `ValueError` for another number of channels, or of features of the text.
+        **Raises:** `ValueError` for a wrong number of channels, or of features of the text.
         """
         config = self.config
         check_image("sample", sample, config.in_channels)

@@ -43,9 +43,9 @@ class ImageProcessor:
     def __call__(self, images: Sequence[Image]) -> Float[np.ndarray, "b c h w"]:
         """Return the images as one float32 array. Greyscale images are converted to colour.
 
-        Raises `ValueError` for an array of another kind, an image whose resized form would have more than 2**24
-        pixels (one of 1 x 10000 to a shorter side of 224), a crop larger than an image, or images that end up
-        with different sizes; `ImportError` without the package Pillow.
+        Raises `ValueError` for an array of a different kind, an image whose resized form would have more than
+        2**24 pixels (one of 1 x 10000 to a shorter side of 224), a crop larger than an image, or images that
+        end up with different sizes; `ImportError` without the package Pillow.
         """
         found = [self._one(image) for image in images]
         shapes = sorted({x.shape for x in found})

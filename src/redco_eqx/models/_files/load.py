@@ -95,9 +95,10 @@ def load_pretrained(
     - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file that the index names does
         not exist.
     - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
-        supported, another number of layers than in the files (before any layer is made), missing or unexpected
-        keys, a wrong shape, a truncated file, a wrong index, weights that exist only as a pickle, or a dtype
-        that is not floating. Errors about arguments and `config.json` are raised before any weight is read.
+        supported, a number of layers that differs from the files (before any layer is made), missing or
+        unexpected keys, a wrong shape, a truncated file, a wrong index, weights that exist only as a pickle, or
+        a dtype that is not floating. Errors about arguments and `config.json` are raised before any weight is
+        read.
     - `ImportError` without the package safetensors.
     """
     directory = Path(directory).expanduser()
@@ -186,7 +187,7 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
 def _check_layers(
     directory: Path, config: BaseConfig, family: type[Model], make: Callable[[bool], Any], stored: Iterable[str]
 ) -> None:
-    """Raise `ValueError` for another number of layers than in the files, before each of them is made.
+    """Raise `ValueError` if the number of layers differs from the files, before each of them is made.
 
     `make` stacks the layers, so only one is made, whatever their number; models of images cannot be stacked.
     """

@@ -66,8 +66,8 @@ def load_stable_diffusion(
     **Raises:**
 
     - `FileNotFoundError` if the directory, its index, or a part does not exist.
-    - `ValueError` for another pipeline, a part of another class, a scheduler that is not supported, parts that
-        do not fit each other, or anything that `load_pretrained` refuses.
+    - `ValueError` for a different pipeline, a part of a different class, a scheduler that is not supported,
+        parts that do not fit each other, or anything that `load_pretrained` refuses.
     """
     directory = Path(directory).expanduser()
     file = directory / INDEX
