@@ -69,7 +69,7 @@ class Rollouts:
 
     @property
     def mean_return(self) -> float:
-        """Return the mean return of the last episodes, two for each environment (NaN if none has ended yet)."""
+        """Return the mean return of the last episodes, two per environment (NaN if none has ended yet)."""
         return float(np.mean(self.envs.return_queue or [np.nan]))
 
     def random_return(self) -> float:

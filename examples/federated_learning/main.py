@@ -5,7 +5,7 @@
 
 In each round, some clients train from the server's parameters, each on its own examples. The mean of their
 parameters becomes the server's new parameters. All clients train at once, with `vmap` over `train_step`, split
-over the mesh's `data` axis. Some rounds are repeated with one `fit` for each client. The digits are dealt at
+over the mesh's `data` axis. Some rounds are repeated with one `fit` per client. The digits are dealt at
 random (IID), or each client gets two pieces of the sorted digits, and so sees hardly more than two kinds (not
 IID).
 """

@@ -65,7 +65,7 @@ class Model(eqx.Module):
         self.head = eqx.nn.Linear(width, num_outputs, key=keys[11])
 
     def __call__(self, x: Float[Array, "rows ..."]) -> Float[Array, "rows outputs"]:
-        """Return one output for each row. Images are (rows, side, side, channels)."""
+        """Return one output per row. Images are (rows, side, side, channels)."""
         for layer in self.stem[:-1]:
             x = halve(layer, x)
         x = jax.vmap(self.stem[-1])(x.reshape(len(x), -1))
@@ -78,7 +78,7 @@ def halve(
 ) -> Float[Array, "rows half half width"]:
     """Apply a convolution of 3 x 3 and stride 2, a ReLU and a norm.
 
-    It is written as a matrix product, because convolutions with a separate kernel for each task are slow.
+    It is written as a matrix product, because convolutions with a separate kernel per task are slow.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
@@ -176,7 +176,7 @@ def few_images(
 def read(args: Any) -> list[list[np.ndarray]]:
     """Read kinds of images for training and for testing, each as (number, side, side, channels) in 0..255.
 
-    They come from Omniglot, from Mini-ImageNet (with a folder for each kind in `train` and in `test`), or from
+    They come from Omniglot, from Mini-ImageNet (with a folder per kind in `train` and in `test`), or from
     scikit-learn's digits (3, 4 and 7 are for testing). Quarter turns of characters and digits are separate
     kinds.
 

@@ -31,7 +31,7 @@ class Data:
     - `examples`: anything with `len(examples)` and `examples[int]`. For training, it can also be a function
         from the number of an epoch to such an object.
     - `shuffle`: true if training reads the examples in a different order in each epoch. Shuffling takes no
-        memory and microseconds for each example, for any number of examples.
+        memory and microseconds per example, for any number of examples.
     - `prefetch`: the number of batches to make and place ahead, in the background. With 0, there is no
         background thread.
     - `num_workers`: the number of threads that collate, each a different batch. At least this number of batches

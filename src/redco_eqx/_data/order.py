@@ -31,7 +31,7 @@ class Permutation:
     """A pseudo-random permutation of the numbers below `num`. A call with positions returns the numbers there.
 
     - `num`: the count of numbers, from 1 to 2**63 - 1.
-    - `keys`: one for each round.
+    - `keys`: one per round.
     """
 
     num: int

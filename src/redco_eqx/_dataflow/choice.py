@@ -306,5 +306,5 @@ class Values:
         return ring_bytes("all-reduce", value.num_bytes * share, self.num_shards)
 
     def share(self, state: State) -> float:
-        """The part of a value in this state that one device along `tensor` has."""
+        """The fraction of a value in this state that one device along `tensor` holds."""
         return 1.0 if state in (WHOLE, PENDING) else 1 / self.tensor

@@ -71,7 +71,7 @@ _KINDS = {
 
 
 def why_split(split: Split, dim: Dim, leaf: int) -> str:
-    """Give the reason for a split parameter."""
+    """Explain why a parameter is split."""
     size = factors(dim)
     sent = size_text(split.num_bytes(merged=True))
     others = len(split.leaves) - 1
@@ -88,7 +88,7 @@ def why_split(split: Split, dim: Dim, leaf: int) -> str:
 def why_whole(
     leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
 ) -> str:
-    """Give the reason for a whole parameter, dim by dim."""
+    """Explain, dim by dim, why a parameter is not split."""
     reasons = []
     for i, dim in enumerate(dims):
         atoms = resolve(dim)

@@ -177,7 +177,7 @@ class Sent:
         return self._splits.get(id(value))
 
     def part(self, value: Value) -> float:
-        """The share of an array that one device along `tensor` has."""
+        """The fraction of an array that one device along `tensor` holds."""
         return 1.0 if self.split_of(value) is None else 1 / self._costs.tensor
 
     def step(self, step: Step) -> None:
@@ -319,7 +319,7 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
 
 
 def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
-    """Score a layout, in bytes, as splits are weighed for the choice."""
+    """Score a layout, in bytes, with the weighting that the choice of splits uses."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = costs.worth_of_work(work) + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True)

@@ -59,7 +59,7 @@ def solve(
 
 
 class _Search:
-    """An integer program: a state for each group, a strategy for each operation, and flows between these.
+    """An integer program: a state per group, a strategy per operation, and flows between these.
 
     Flows connect the states and strategies that meet. With flows, the relaxation is almost exact.
     """

@@ -255,7 +255,7 @@ class Split:
     - `sent`: bytes that a device sends in a step because of the split, event by event.
     - `unsent`: bytes that are not sent over the batch axes, because the arrays that are split have smaller
         gradients.
-    - `work`: bytes of weights, times the number of their uses, that a device leaves to others.
+    - `work`: bytes of weights, times the number of their uses, that the other devices process.
     - `freed`: bytes of parameters that are no longer on a device.
     """
 
@@ -347,7 +347,7 @@ class Leads:
         self._batch = {atom for atoms in leading for atom in atoms}
 
     def of(self, dims: Iterable[Dim]) -> list[int]:
-        """The numbers of the splits that lead one of `dims`, evenly or by whole pieces."""
+        """The indices of the splits that lead one of `dims`, either evenly or in whole pieces."""
         found: dict[int, None] = {}
         for atoms in filter(None, map(resolve, dims)):
             found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
@@ -355,7 +355,7 @@ class Leads:
         return list(found)
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:
-        """The numbers of the splits that an array with these dims can have with all their atoms."""
+        """The indices of the splits that an array with these dims can have with all their atoms."""
         return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
 
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
@@ -384,7 +384,7 @@ class Leads:
         return any(resolve(dim)[0] in self._batch for dim in dims if dim)
 
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
-        """The numbers of the splits that lead two dims by the same atom."""
+        """The indices of the splits that lead two dims with the same atom."""
         found = [(n, dim) for dim in dims for n in self.of([dim])]
         leads = [(n, resolve(dim)[bool(self.num_pieces(self.splits[n], [dim]))]) for n, dim in found]
         return list(dict.fromkeys(pair[0] for i, pair in enumerate(leads) if pair in leads[:i]))

@@ -168,7 +168,7 @@ def column(
 
     The forward pass communicates nothing. The backward pass adds up the gradients of `x` over the siblings
     first, and then over the shards, in **one** all-reduce of the size of `x`, with every compiler. Separate
-    layers would need one all-reduce for each sibling if the compiler does not merge them (as on CPU).
+    layers would need one all-reduce per sibling if the compiler does not merge them (as on CPU).
 
     ```python
     attention = eqx.nn.MultiheadAttention(8, 64, key=key)
@@ -192,7 +192,7 @@ def column(
 
     **Raises:**
 
-    `ValueError` if the length does not divide under `sequence_parallel`.
+    `ValueError` if the length does not divide evenly under `sequence_parallel`.
     """
     mesh = traced_mesh(layers, x)
     if mesh is None or tensor_size(mesh) == 1:
@@ -246,7 +246,7 @@ def row(
 
     **Arguments:**
 
-    - `x`: the input, or several inputs, one for each layer.
+    - `x`: the input, or several inputs, one per layer.
     - `layer`: a Linear-like module, as for `column`, or several modules, whose outputs are added. Attention and
         MLP side by side then share **one** all-reduce.
     - `unit`: as for `column`.

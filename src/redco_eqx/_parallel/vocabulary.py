@@ -45,7 +45,7 @@ def embed(
 
     **Arguments:**
 
-    - `table`: one row for each token.
+    - `table`: one row per token.
     - `ids`: `(batch, length)`. For any other rank (as under a `vmap`), the compiler decides the layout.
     - `sequence_parallel`: splits the result over `tensor` along dim 1. It is then reduced and scattered instead
         of reduced. If the rows of the table do not divide over `tensor`, the result is whole.
@@ -118,7 +118,7 @@ def cross_entropy(
 
     - `hidden`: `(batch, length, size)`, the input of the head. For any other rank (as under a `vmap`), the
         compiler decides the layout.
-    - `head`: a Linear-like module, or an array with one row for each token (the table of a tied embedding).
+    - `head`: a Linear-like module, or an array with one row per token (the table of a tied embedding).
     - `labels`: the correct next token at each position. A label that is negative or beyond the vocabulary gives
         NaN.
     - `weights`: the weight of each token; 1 by default. A token with weight 0 adds nothing to the loss or to

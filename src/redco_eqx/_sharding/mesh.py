@@ -26,17 +26,17 @@ _THREADS = "PJRT_NPROC"  # read by XLA when the CPU's client is made
 
 
 def give_threads() -> None:
-    """Give JAX's CPU client, if it does not exist yet, three threads for each virtual device.
+    """Give JAX's CPU client, if it does not exist yet, three threads per virtual device.
 
-    By default, the client has one thread for each virtual device, or one for each core if there are more cores.
+    By default, the client has one thread per virtual device, or one per core if there are more cores.
     A collective keeps its thread until all devices have reached it, and XLA runs independent collectives in any
     order. So some devices may wait in one collective and the others in another, with no thread left to finish
-    either. After 40 seconds, the process is aborted. A scan over layers beside the gradient of a table is
-    enough to cause this. Three threads for each device are enough for three collectives at a time; more threads
+    either. After 40 seconds, the process is aborted. A scan over layers alongside the gradient of a table is
+    enough to cause this. Three threads per device are enough for three collectives at a time; more threads
     only cost time.
 
-    A value that is already set in the environment stays. jaxlib 0.10.2 needs this; with 0.12.0, the program of
-    the test ran with one thread for each device. No upstream issue is known.
+    A value that is already set in the environment is kept. jaxlib 0.10.2 needs this; with 0.12.0, the test
+    program ran with one thread per device. No upstream issue is known.
     """
     flags = [int(n) for n in _FLAG.findall(os.environ.get("XLA_FLAGS", ""))]
     num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *flags])

@@ -57,7 +57,7 @@ def shard_rules(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
-    """Choose a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` for each array.
+    """Choose a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` per array.
 
     With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis splits. This works for
     any architecture and any names: among all splits that do not clash, it takes those that send the least for
@@ -184,9 +184,9 @@ def analysis_of(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
-    """Analyse the program, if there is one, and decide the arrays that `chosen` does not contain.
+    """Analyse the program, if there is one, and decide the layout of the arrays that `chosen` does not contain.
 
-    Warns and returns `None` for a program that cannot be read, such as one of a JAX that is newer than this
+    Warns and returns `None` for a program that cannot be read, such as one from a JAX version newer than this
     library: the path rules are then better than no layout.
     """
     if loss_fn is None and batch is None:

@@ -83,7 +83,7 @@ Shardings: TypeAlias = Sequence[NamedSharding | None]
 def gather_where_used(
     program: Program, layout: Shardings, *, reshard: bool | None = True
 ) -> tuple[Program, Policy | None]:
-    """Gather the inputs of `program` that are stored split by `layout`. No value changes.
+    """Gather the inputs of `program` that are stored split by `layout`. The results do not change.
 
     An elementwise operation on a weight, such as a cast, reads it split, and so does a sum to a scalar.
 
@@ -92,7 +92,8 @@ def gather_where_used(
     **Returns:**
 
     The new program, and the policy of a checkpoint to put around it; `None` if it needs none. It needs one if
-    no `jax.checkpoint` in it reads weights: then it would keep all gathered weights for its gradient.
+    no `jax.checkpoint` in it reads weights, because it would otherwise keep all gathered weights for its
+    gradient.
     """
     mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
     if mesh is None:

@@ -226,7 +226,7 @@ class Evaluation:
     - `collate_fn`, `loss_fn`, `batch_size`: by default, those that you pass to `fit`.
     - `state_fn`: turns the state of the run into the state to evaluate, for example one with averaged
         parameters.
-    - `predict_fn`, `output_fn`: make a prediction for each example, and turn it into something that a person
+    - `predict_fn`, `output_fn`: make a prediction per example, and turn it into something that a person
         can read (see `predict`).
     - `metric_fn`: a function `metric_fn(examples, predictions)` that returns a dict of numbers. The predictions
         are the outputs of the functions above.

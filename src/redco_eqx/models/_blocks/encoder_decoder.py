@@ -49,7 +49,7 @@ class EncoderDecoder(Decoder):
         cross-attention of all its layers.
 
         They are computed for all layers at once, so the gradient with respect to the encoder's output is
-        reduced over `tensor` once, instead of once for each layer.
+        reduced over `tensor` once, instead of once per layer.
 
         **Arguments:**
 

@@ -65,7 +65,7 @@ def mix_experts(
 
     - `scores`: the router's output.
     - `gate`, `up`, `down`: the projections of all experts.
-    - `num_chosen`: the number of experts for each token.
+    - `num_chosen`: the number of experts per token.
     - `normalise`: true if the weights of a token's experts add up to 1.
     - `activation`: applied to the gate.
     - `sequence_parallel`: pass true if `x`, `scores` and the output are split over `tensor` along the tokens.

@@ -60,7 +60,7 @@ class Model(eqx.Module):
     fused: ClassVar[tuple[str, ...]] = ()
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one dim in files."""
     vocabulary: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
+    """Patterns of the paths of modules whose arrays have a row per token, see `pad_vocabulary`."""
     prefixes: ClassVar[tuple[str, ...]] = ()
     """The prefix that turns the keys of the bare model, as some files have them, into paths."""
     outer: ClassVar[tuple[str, ...]] = ()

@@ -38,13 +38,13 @@ def relative_bias(
 
     Compute it once, and pass it to all layers as `Context.bias`.
 
-    If all rows share their positions, the bias on a mesh has a row for each part of the batch. So each device
+    If all rows share their positions, the bias on a mesh has a row per part of the batch. So each device
     adds its gradients, which have the size of the scores, over the layers, and computes the gradient of the
     table. Only the table's gradient is reduced.
 
     **Arguments:**
 
-    - `table`: a row for each bucket, a column for each head.
+    - `table`: a row per bucket, a column per head.
     - `query`, `key`: positions of the tokens, in one row if all rows share them. Padding may be counted or not,
         because only differences matter.
     - `bidirectional`: true if the second half of the buckets is for the tokens after a token (an encoder).

@@ -64,7 +64,7 @@ def check_can_pad(family: type[Model], multiple: int) -> None:
 
 
 def is_vocabulary(model: Model, module: str) -> bool:
-    """Return true if the arrays of the module at this path have a row for each token."""
+    """Return true if the arrays of the module at this path have a row per token."""
     return any(re.search(pattern, module) for pattern in model.vocabulary)
 
 

@@ -67,7 +67,8 @@ class Given:
 
 
 class DownBlock(eqx.Module):
-    """Residual blocks, each with attention if there is any. All stages except the last then halve the size."""
+    """Residual blocks, each followed by attention if the stage has it. All stages except the last then halve
+    the size."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -102,7 +103,7 @@ class DownBlock(eqx.Module):
 
 
 class MidBlock(eqx.Module):
-    """Two residual blocks, with attention between them if there is any."""
+    """Two residual blocks, with attention between them if the stage has it."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -122,8 +123,8 @@ class MidBlock(eqx.Module):
 
 
 class UpBlock(eqx.Module):
-    """Residual blocks, each with attention if there is any. All stages except the last then enlarge the
-    image."""
+    """Residual blocks, each followed by attention if the stage has it. All stages except the last then enlarge
+    the image."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -168,7 +169,7 @@ def _make(
     make_attention: MakeAttention | None,
     key: Key,
 ) -> tuple[list[ResnetBlock], list[AnyAttention] | None, Key]:
-    """Make the layers of a stage, one for each number of input channels, and return the remaining key with
+    """Make the layers of a stage, one per number of input channels, and return the remaining key with
     them.
     """
     resnets_key, attentions_key, last_key = jax.random.split(key, 3)

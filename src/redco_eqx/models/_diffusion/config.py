@@ -28,7 +28,7 @@ class DiffusersConfig(BaseConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagesConfig(DiffusersConfig):
-    """A model in stages, one for each size of image.
+    """A model in stages, one per size of image.
 
     - `block_out_channels`: the channels of each stage, from the largest images to the smallest.
     - `norm_num_groups`: the number of groups of every norm.
@@ -43,9 +43,9 @@ class StagesConfig(DiffusersConfig):
         return len(self.block_out_channels)
 
     def per_stage(self, name: str) -> tuple[int, ...]:
-        """Return an entry as one number for each stage. The file has one number for all stages or one for each.
+        """Return an entry as one number per stage. The file has one number for all stages or one for each.
 
-        Raises `ValueError` if there is not one number for each stage.
+        Raises `ValueError` if there is not one number per stage.
         """
         value = getattr(self, name)
         found = (value,) * self.num_layers if isinstance(value, int) else value

@@ -139,7 +139,7 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def steps(self, num_steps: int) -> PyTree:
-        """Return the inputs of a trajectory of `num_steps` steps: a row for each call of the model, with its
+        """Return the inputs of a trajectory of `num_steps` steps: a row per call of the model, with its
         `timestep`.
         """
 

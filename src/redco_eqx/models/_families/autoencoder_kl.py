@@ -58,7 +58,7 @@ class AutoencoderKLConfig(StagesConfig):
 
     @property
     def downscale(self) -> int:
-        """The number of pixels of an image for each latent, in height and in width."""
+        """The number of pixels of an image per latent, in height and in width."""
         return 2 ** (self.num_layers - 1)
 
 

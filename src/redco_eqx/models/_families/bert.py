@@ -293,7 +293,7 @@ class BertForMaskedLM(Model):
 
 
 class BertForSequenceClassification(Model):
-    """BERT with an output for each label, or one output for a regression."""
+    """BERT with an output per label, or one output for a regression."""
 
     bert: BertModel
     classifier: Linear

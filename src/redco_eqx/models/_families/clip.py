@@ -50,7 +50,7 @@ class CLIPTextConfig(Config):
 
 
 class CLIPTextEmbeddings(eqx.Module):
-    """Embeddings of tokens and of positions, which are counted from 0, including padding."""
+    """Embeddings of tokens and positions. Positions are counted from 0, including padding."""
 
     token_embedding: Embedding
     position_embedding: Embedding

@@ -94,8 +94,8 @@ LACKING: dict[str, str] = {
 def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
     """Read the configuration from a parsed `config.json`, and return it with the class of the model.
 
-    `family` is a pair of classes from outside this library. Raises `ValueError` for an unknown `model_type`, or
-    an entry that is not supported.
+    `family` is a pair of classes to use instead of this library's. Raises `ValueError` for an unknown
+    `model_type`, or an entry that is not supported.
     """
     whole = raw.get("model_type")
     if family is None and isinstance(whole, str) and whole in INSIDE:

@@ -210,7 +210,7 @@ class ViTModel(Model):
 
 
 class ViTForImageClassification(Model):
-    """ViT with an output for each label."""
+    """ViT with an output per label."""
 
     vit: ViTModel
     classifier: Linear

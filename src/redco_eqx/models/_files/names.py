@@ -20,7 +20,7 @@ class Entry:
 
     - `path`: the path of the leaf.
     - `shape`: the shape of the whole leaf.
-    - `keys`: one key, or one for each number of a layer of a stack and of an expert, in their order.
+    - `keys`: one key, or one per number of a layer of a stack and of an expert, in their order.
     - `stack`: the path of the stack, if the leaf's first dim is the layer number.
     - `numbered`: the leading dims that are numbers of layers and of experts.
     - `fused`: whether the last two dims are one in files.
@@ -59,7 +59,7 @@ class Entry:
 
 
 def entries_of(model: Model) -> list[Entry]:
-    """Return an entry for each array of a `Model`, abstract or not, in the model's order."""
+    """Return an entry per array of a `Model`, abstract or not, in the model's order."""
     entries, arrays = [], to_arrays(model)
     for path, x in arrays.items():
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)

@@ -35,7 +35,7 @@ def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
 
 
 def common_dtype(arrays: dict[str, AnyArray]) -> str:
-    """Return the name of the dtype that can represent all of them."""
+    """Return the name of the dtype that can represent all the given dtypes."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
 
 

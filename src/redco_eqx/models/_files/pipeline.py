@@ -1,4 +1,4 @@
-"""Directories of Stable Diffusion in the format of diffusers: an index, and a folder for each part."""
+"""Directories of Stable Diffusion in the format of diffusers: an index, and a folder per part."""
 
 import dataclasses
 import json

@@ -110,14 +110,14 @@ class Record(NamedTuple):
 def write_file(
     file: Path, records: Sequence[Record], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file, and wait until it is on the disk. The writer of the package safetensors needs
-    all arrays of a file at once.
+    """Write a safetensors file, and wait until it is on disk. The safetensors package's own writer needs all
+    arrays of a file at once.
 
     **Arguments:**
 
-    - `file`: overwritten.
-    - `records`: the descriptions of the arrays. Their order keeps them aligned if larger dtypes are first.
-    - `arrays`: the arrays, in the same order. One at a time is in memory.
+    - `file`: the path of the file, which is overwritten.
+    - `records`: the descriptions of the arrays. The arrays stay aligned if larger dtypes come first.
+    - `arrays`: the arrays, in the same order. Only one is in memory at a time.
     - `metadata`: the metadata of the whole file.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}

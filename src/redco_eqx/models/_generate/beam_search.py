@@ -35,7 +35,7 @@ def beam_search(
     It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The beams of a row share
     one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees the
     slots of its own tokens. If a `tensor` axis splits the vocabulary, a step communicates, besides the layers'
-    traffic, two numbers for each beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
+    traffic, two numbers per beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
     candidates of a row. Over the batch it communicates nothing.
 
     ```python

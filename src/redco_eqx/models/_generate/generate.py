@@ -38,7 +38,7 @@ def generate(
     """Generate the tokens that follow each row of `inputs` or, with an encoder, a text about it. The default is
     greedy.
 
-    It is compiled once for each shape and each set of options, by itself or inside your own `jax.jit`. To use
+    It is compiled once per shape and set of options, by itself or inside your own `jax.jit`. To use
     it as a `predict_fn` with a sharded model:
     `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
