@@ -97,7 +97,7 @@ def why_whole(
         if atoms[0].pin:
             reasons.append(f"dim {i} is {atoms[0].pin}")
         elif leading_atoms(dim, costs.tensor) is None:
-            reasons.append(f"dim {i}, {factors(dim)}, does not divide by {costs.tensor}")
+            reasons.append(f"dim {i}, {factors(dim)}, is not divisible by {costs.tensor}")
         else:
             options = [s for s in costs.splits if s.leaves.get(leaf) == i and leaf not in s.crossed]
             reasons += [

@@ -48,11 +48,11 @@ def embed(
     - `table`: one row per token.
     - `ids`: `(batch, length)`. For any other rank (as under a `vmap`), the compiler decides the layout.
     - `sequence_parallel`: splits the result over `tensor` along dim 1. It is then reduced and scattered instead
-        of reduced. If the rows of the table do not divide over `tensor`, the result is whole.
+        of reduced. If the rows of the table do not divide evenly over `tensor`, the result is whole.
 
     **Raises:**
 
-    `ValueError` if the length does not divide under `sequence_parallel`.
+    `ValueError` if the length does not divide evenly under `sequence_parallel`.
     """
     mesh = traced_mesh(table, ids)
     if mesh is None or mesh.size == 1:
@@ -135,7 +135,7 @@ def cross_entropy(
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit, or if the length does not divide by `num_chunks`, or by `tensor`
+    `ValueError` if the shapes do not fit, or if the length is not divisible by `num_chunks`, or by `tensor`
     under `sequence_parallel`.
     """
     given = {"labels": labels, "weights": labels if weights is None else weights}

@@ -126,7 +126,7 @@ class _Resolver:
         self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
 
     def _indivisible(self, what: str, size: int) -> str:
-        return f"{what}: {size} does not divide by tensor={self.size}"
+        return f"{what}: {size} is not divisible by tensor={self.size}"
 
     def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
         """Decide how to split a matrix with its bias and LoRA branch: `column`, `row` or `whole`."""
@@ -256,7 +256,7 @@ class _Resolver:
             elif m.out_size % self.size == 0:
                 self._split(m, "column", "alone: its output is gathered where it is used")
             else:
-                self._split(m, "row", "alone: its output does not divide")
+                self._split(m, "row", "alone: its output does not divide evenly")
 
 
 # The split of consecutive matrices.
@@ -314,4 +314,4 @@ def _reason(link: Link, splits: list[str], i: int, size: int) -> str:
         is_paired = splits[i - 1 : i] == ["column"]
         before = "closes a pair: its" if is_paired else "unpaired: its input is cut, its"
         return f"{before} {link.out_size} outputs are summed"
-    return f"consecutive, but no pair of its dims and its neighbours' divides by tensor={size}"
+    return f"consecutive, but no pair of its dims and its neighbours' is divisible by tensor={size}"

@@ -301,7 +301,7 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
         if dims:
             entries[max(dims, key=lambda d: shape[d])] = "fsdp"
         else:
-            reason += f"; no dim divides by fsdp={fsdp}"
+            reason += f"; no dim is divisible by fsdp={fsdp}"
     return trimmed(PartitionSpec(*entries)), role.name, reason
 
 

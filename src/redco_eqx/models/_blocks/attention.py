@@ -102,8 +102,8 @@ def flash_attention(
     cuDNN cannot do it.
 
     It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and a head size that cuDNN
-    supports. Rows must divide over `data` and `fsdp`, and heads over `tensor`. The mesh of the arrays says
-    which devices the program is for, so the arrays must be on a mesh.
+    supports. Rows must divide evenly over `data` and `fsdp`, and heads over `tensor`. The  mesh of the arrays
+    says which devices the program is for, so the arrays must be on a mesh.
 
     It can be differentiated once, in reverse mode, but not with `jax.jvp` or a second time.
 
@@ -131,7 +131,7 @@ def flash_attention(
 
 
 def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
-    """Split rows over the axes of the batch, and heads over `tensor`; `None` if one of them does not divide."""
+    """Split rows over the axes of the batch, and heads over `tensor`; `None` if one does not divide evenly."""
     rows = batch_axes(mesh, query.shape[0])
     if rows is None or key.shape[2] % tensor_size(mesh) or not set(mesh.axis_names) <= set(AXES):
         return None

@@ -51,7 +51,7 @@ def relative_bias(
         Otherwise, all tokens after it have the bucket of distance 0.
     - `max_distance`: all distances beyond it share the last bucket.
     - `batch_size`: the number of rows of the batch. From positions in one row, the bias has one row for each
-        part of the batch on the mesh, or a single row if the batch does not divide.
+        part of the batch on the mesh, or a single row if the batch does not divide evenly.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
