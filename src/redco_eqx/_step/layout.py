@@ -89,8 +89,8 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
         leaves.append(x)
     if odd:
         warnings.warn(
-            f"the batch's {odd[0]}, which do not divide evenly over {shards} data shards: each computes all rows. "
-            "Drop or pad some rows, or use another batch size.",
+            f"the batch's {odd[0]}, which do not divide evenly over {shards} data shards: each computes all "
+            "rows. Drop or pad some rows, or use another batch size.",
             ShardingWarning,
             stacklevel=4,
         )
