@@ -157,8 +157,8 @@ EXAMPLES = {
         {
             "sinusoids": ("squared error after adapting; that of a pretrained model", "<= 0.1"),
             "sinusoids, first order": ("squared error after adapting; that of a pretrained model", "<= 0.2"),
-            "images": ("share wrong after adapting; that of a pretrained model", "<= 0.21"),
-            "images, first order": ("share wrong after adapting; that of a pretrained model", "<= 0.22"),
+            "images": ("error rate after adapting; that of a pretrained model", "<= 0.21"),
+            "images, first order": ("error rate after adapting; that of a pretrained model", "<= 0.22"),
         },
         upstream=(161,),
         official="cbfinn/maml@a7f45f1: 639 + 40 to prepare images",

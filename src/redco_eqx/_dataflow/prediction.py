@@ -107,8 +107,8 @@ class Prediction:
         if self.num_bytes_unmerged > 1.01 * self.num_bytes:
             total += f" ({size_text(self.num_bytes_unmerged)} on CPU, whose compiler sums before it adds)"
         if self.at_least > 0:
-            gap = f"{self.num_bytes / self.at_least:.2f} times that"
-            total += f"; at least {size_text(self.at_least)} with as little memory, this is {gap}"
+            gap = f"{self.num_bytes / self.at_least:.2f}"
+            total += f"; lower bound with as little memory: {size_text(self.at_least)}, ratio {gap}"
         unknown = [f"operations without a rule, assumed to need whole operands: {', '.join(self.opaque)}"]
         lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
         return "\n".join(lines)
