@@ -37,7 +37,7 @@ from redco_eqx._dataflow.values import (
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
 
-# The reasons for a layout that a program gives, in words and numbers.
+# The reasons for a layout that comes from a program, in words and numbers.
 
 
 def factors(dim: Dim) -> str:
@@ -147,7 +147,7 @@ none. `stack` is the number of leading dims that number layers of a scan."""
 class Analysis:
     """The results of a walk through a program, and a layout of its parameters.
 
-    - `layout`: the number of the split for each parameter that is split, by the parameter's number.
+    - `layout`: the index of the split for each parameter that is split, by the parameter's index.
     """
 
     traced: TracedStep

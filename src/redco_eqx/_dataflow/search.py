@@ -49,7 +49,7 @@ def best_set(
     groups: Sequence[tuple[int, ...]],
     least_freed: float = 0.0,
 ) -> list[int]:
-    """Find the set of these numbers with the largest worth that frees enough, with at most one of each group.
+    """Find the set of these indices with the largest worth that frees enough, with at most one of each group.
 
     Raises `ValueError` if no set frees enough.
     """
@@ -108,7 +108,7 @@ _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeez
 
 
 def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
-    """Simulate the bytes that are sent if parameters are split by `layout`: by leaf, the number of a split.
+    """Simulate the bytes that are sent if parameters are split by `layout`: by leaf, the index of a split.
 
     Where splits meet, each operation keeps the cheapest, and operands that are split differently are gathered.
     An operation with no split operand runs in the split that a gradient needs.
@@ -284,10 +284,10 @@ class Sent:
 
 
 SplitOfEach = dict[int, int]
-"""For each parameter that is split, by number, the number of its split."""
+"""For each parameter that is split, by index, the index of its split."""
 
 SplitChange: TypeAlias = Mapping[int, int | None]
-"""For some parameters, the number of the split to take, or `None`."""
+"""For some parameters, the index of the split to take, or `None`."""
 
 MAX_STEPS = 50_000
 """The limit on operations that are simulated for layouts that leave single parameters whole."""

@@ -43,7 +43,7 @@ def solve(
 
     **Arguments:**
 
-    - `fixed`: decisions for some parameters, by number: the dim that is split, or `None`.
+    - `fixed`: decisions for some parameters, by index: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device.
     - `held`: the bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
 
@@ -82,7 +82,7 @@ class _Search:
     def variable(
         self, price: float, sends: Sequence[tuple[str, float]] = (), *, is_integer: bool = False
     ) -> int:
-        """Add a variable between 0 and 1, and return its number.
+        """Add a variable between 0 and 1, and return its index.
 
         It costs `price`, and the bytes that it `sends`, by kind.
         """

@@ -24,7 +24,7 @@ class TracedStep:
     - `jaxpr`: the program. It takes the model's arrays, the batch and the key, flat.
     - `paths`, `shapes`: those of the model's arrays that the program takes.
     - `fixed`: for each of these arrays, the reason why it is not trained; empty if it is. `STATE` is not split.
-    - `trained`: for each of these arrays, the number of the result that is its gradient, or `None`.
+    - `trained`: for each of these arrays, the index of the result that is its gradient, or `None`.
     - `num_batch`: the number of inputs after the model's arrays that are the batch.
     """
 
@@ -36,7 +36,7 @@ class TracedStep:
     num_batch: int
 
     def by_leaf(self, of_paths: Mapping[str, T]) -> dict[int, T]:
-        """The entries for paths that the program takes, by the number of the array."""
+        """The entries for paths that the program takes, by the index of the array."""
         return {i: of_paths[path] for i, path in enumerate(self.paths) if path in of_paths}
 
 

@@ -138,7 +138,7 @@ def pin(dim: Dim, reason: str) -> None:
 class Value:
     """An array of the program.
 
-    - `weights`: the numbers of the parameters upstream, if only parameters are upstream. The value is then a
+    - `weights`: the indices of the parameters upstream, if only parameters are upstream. The value is then a
         weight.
     - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is upstream.
     - `sums`: the events that this value is the result of, or the sum of the results of: these can be summed
@@ -162,7 +162,7 @@ class Event:
     - `unless`: ... but not if the atom leads one of these dims.
     - `sent`: the array that is summed or gathered. The bytes of one device's part of it count.
     - `arrays`: at least one of these arrays must be split for the event to happen.
-    - `along`: for a sum, the numbers of the dims of each of `arrays` that are summed over.
+    - `along`: for a sum, the indices of the dims of each of `arrays` that are summed over.
     - `equation`: the operation; `block`: the building block of this library that contains it, or ''.
     - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
         sum over devices, once; the compiler for CPU does not.
@@ -200,7 +200,7 @@ class Event:
 class Use:
     """An operation of a weight on data.
 
-    - `weight`: the number of the parameter.
+    - `weight`: the index of the parameter.
     - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
     - `dims`: these dims.
     - `num_bytes`: bytes of the results, in all loops.
@@ -247,7 +247,7 @@ class Body(NamedTuple):
 class Split:
     """A split: some leading atoms, in all dims that they lead.
 
-    - `number`: the position of the split, in the order in which it first appears in the parameters.
+    - `number`: the index of the split, in the order in which splits first appear in the parameters.
     - `leaves`: for each parameter that is split, the dim.
     - `borders`: for dims that consist of several pieces, each led by the atoms of the split, the leading atoms
         of the whole dim, if it is also split (evenly, across the borders of pieces). `crossed` are the

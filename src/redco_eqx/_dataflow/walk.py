@@ -211,9 +211,9 @@ class Costs:
 
     Bytes sent are those that one device sends by the ring algorithm.
 
-    - `splits`: the splits by number, with the bytes that they send and save.
+    - `splits`: the splits by index, with the bytes that they send and save.
     - `leads`: says which splits lead a dim.
-    - `clashes`: groups of numbers of splits. At most one of each group can be chosen, because they meet in one
+    - `clashes`: groups of indices of splits. At most one of each group can be chosen, because they meet in one
         array.
     - `work`: for each parameter, its bytes times the number of their uses by one device.
     - `depth`: the average number of products that each number in this model's activations is the sum of.

@@ -42,8 +42,8 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
 
 
 Attention: TypeAlias = tuple[list[Matrix], Matrix, int | None, int | None]
-"""Query, key and value (as three matrices or as one), the output projection, and the numbers of heads of the
-query and of key and value."""
+"""Query, key and value (as three matrices or as one), the output projection, and the number of heads of the
+query, and of key and value."""
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")

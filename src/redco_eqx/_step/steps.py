@@ -263,7 +263,7 @@ def predict_step(
 
     - `state`, `batch`, `shardings`: see `train_step`.
     - `predict_fn`: see [`PredictFn`][].
-    - `index`: a number that tells apart the batches that the same state sees (such as the step of a rollout),
+    - `index`: a number that distinguishes the batches that the same state sees (such as the step of a rollout),
         if `predict_fn` draws random numbers. Without it, the random numbers are the same for each batch until
         the next `train_step`.
 
