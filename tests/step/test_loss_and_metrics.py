@@ -252,3 +252,9 @@ def test_a_number_of_microbatches_that_does_not_divide_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             step(state, batch, num_microbatches=number, shardings=layout)
+    for shared, size in (
+        (np.ones(4, np.float32), 4),
+        (np.float32(1), "none"),
+    ):  # by cutting it the loss changes
+        with pytest.raises(ValueError, match=f"arrays differ: shared has {size}, weight has 8, x has 8"):
+            step(state, {**batch, "shared": shared}, num_microbatches=2)

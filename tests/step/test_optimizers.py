@@ -150,16 +150,26 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
 
 
 def test_shardings_of_another_model_are_refused():
-    model, _ = helpers.place(helpers.make_mlp(), helpers.mesh_of("2x2x2"))
-    other = shard_rules({"mlp": model}, helpers.mesh_of("2x2x2"))
+    model = eqx.nn.MLP(64, 64, 31, 1, key=KEY)
+    mesh = helpers.mesh_of("2x2x2")
+    other = shard_rules({"mlp": model}, mesh)
+    deeper, wider = (
+        shard_rules(eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, width, depth, key=KEY), mesh)
+        for width, depth in ((31, 2), (128, 1))
+    )
     state = init_state(model, optax.sgd(1.0), key=KEY)
     for step in (
         partial(train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error),
         partial(eval_step, loss_fn=squared_error),
         partial(predict_step, predict_fn=lambda model, batch, key: batch),
     ):
-        with pytest.raises(ValueError, match=r"shardings has no NamedSharding for layers\.0\.weight"):
-            step(state, mlp_batch(0), shardings=other)
+        for layout, message in (
+            (other, r"shardings has no NamedSharding for layers\.0\.weight"),
+            (deeper, r"shardings has layers\.2\.weight, layers\.2\.bias, but the state has no such array"),
+            (wider, r"PartitionSpec\(.*\) does not fit layers\.0\.weight, float32\["),
+        ):
+            with pytest.raises(ValueError, match=message):
+                step(state, mlp_batch(0), shardings=layout)
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():

@@ -213,11 +213,29 @@ def test_a_nan_raises_from_its_line_with_the_last_good_state() -> None:
     run = functools.partial(fit, tiny.mlp_state(), poisoned, loss_fn=poisoned_loss, num_epochs=1, donate=False)
     with pytest.raises(rx.errors.NonFiniteError, match=r"jax_debug_nans") as plain:
         run()
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in log") as caught:
+    with jax.debug_nans(True), pytest.raises(rx.errors.NonFiniteError, match=r"nan.* encountered") as caught:
         run()
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert "risky_part" in frames
-    assert_same(caught.value.state, plain.value.state)  # pyright: ignore[reportAttributeAccessIssue]
+    cause = caught.value.__cause__
+    assert isinstance(cause, FloatingPointError)
+    assert "risky_part" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    assert_same(caught.value.state, plain.value.state)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])  # found at the row of the log, and in the next step
+def test_an_update_that_is_not_finite_names_the_parameters(num_steps: int) -> None:
+    spoiling = optax.sgd(lambda step: jnp.where(step == 0, jnp.nan, 0.05))
+    with pytest.raises(
+        rx.errors.NonFiniteError, match=r"before step 1 .*layers\.0\.bias.*checkpoint"
+    ) as caught:
+        fit(tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps)
+    assert int(caught.value.state.step) == caught.value.step == 1
+
+
+def test_a_nan_in_the_batch_is_named() -> None:
+    name, examples = "x", [dict(example) for example in WIDE]
+    examples[3][name] = np.full_like(examples[3][name], np.nan)
+    with pytest.raises(rx.errors.NonFiniteError, match=rf"step 0 .*the batch's {name} has NaN in row 3"):
+        fit(tiny.mlp_state(), rx.Data(examples, shuffle=False), loss_fn=tiny.loss_fn, num_steps=1)
 
 
 def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_without() -> None:

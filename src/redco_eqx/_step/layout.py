@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
-from redco_eqx._base.tree import first_few, leaves_with_paths, to_paths
+from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
 from redco_eqx._sharding.mesh import (
     ShardingWarning,
@@ -36,7 +36,8 @@ Layout: TypeAlias = dict[str, NamedSharding]
 def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
     """The shardings in a tree, by path. For a pair `(model, state)`, those of the model.
 
-    Raises `ValueError`, naming the parameter, if a parameter has no sharding.
+    Raises `ValueError`, naming the array, if a parameter has no sharding, if an array does not divide as its
+    sharding says, or if the model has no such array.
     """
     if is_pair(shardings):
         shardings, _ = shardings
@@ -47,7 +48,22 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
             f"shardings has no NamedSharding for {first_few(missing)}. Pass shard_rules(model, mesh) of the "
             "same model."
         )
-    return {path: found[path] for path in (*state.params, *state.frozen) if path in found}
+    arrays = {**state.params, **state.frozen}
+    unknown = [path for path in found if path not in arrays]
+    if unknown:
+        raise ValueError(
+            f"shardings has {first_few(unknown)}, but the state has no such array. Pass shard_rules(model, "
+            "mesh) of the same model."
+        )
+    for path, sharding in found.items():
+        try:
+            sharding.shard_shape(arrays[path].shape)
+        except ValueError as error:
+            raise ValueError(
+                f"shardings: {sharding.spec} does not fit {path}, {describe(arrays[path])}: {error} Pass "
+                "shard_rules(model, mesh) of the same model."
+            ) from None
+    return found
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
@@ -108,6 +124,13 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
     the data shards of `mesh`.
     """
     shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
+    sizes = {path or "array": x.shape[0] if x.shape else None for path, x in leaves_with_paths(batch)}
+    if len(set(sizes.values())) > 1:
+        listed = first_few([f"{path} has {'none' if size is None else size}" for path, size in sizes.items()])
+        raise ValueError(
+            f"num_microbatches={number}: the leading dims of the batch's arrays differ: {listed}. All must be "
+            "the number of examples, because each array is cut into microbatches."
+        )
     for path, x in leaves_with_paths(batch):
         if number < 1 or x.shape[0] % (number * shards) != 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Find the source of values that are not finite: an index outside a table, or one operation of the step."""
+"""Find the source of values that are not finite: the batch, an index outside a table, or one operation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,16 @@ from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.state import TRAIN, TrainState, stream
 from redco_eqx._step.steps import unpack_loss
 
-# Lookups outside a table.
+# Values of the batch: a NaN, or an index outside a table.
+
+
+def find_nan(batch: Batch) -> str | None:
+    """Describe the first NaN in the batch; `None` if there is none on this process."""
+    for path, x in leaves_with_paths(jax.tree.map(_rows_here, batch)):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and np.isnan(x).any():
+            row = np.argwhere(np.isnan(x))[0, 0] if x.ndim else 0
+            return f"the batch's {path or 'array'} has NaN in row {row}"
+    return None
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:

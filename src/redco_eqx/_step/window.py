@@ -88,6 +88,13 @@ def empty_window(metrics: Metrics) -> Window:
     return Window(zeros, np.zeros((), np.int32), np.ones((), bool))
 
 
+@jax.jit
+def all_finite(params: dict[str, Array]) -> Bool[Array, ""]:
+    """Tell if all floating-point arrays are finite."""
+    floats = [x for x in params.values() if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.asarray([jnp.isfinite(x).all() for x in floats]))
+
+
 def window_row(window: Window) -> dict[str, float]:
     """The row of a log for a fetched window: `train/loss`, and the other metrics by name."""
     names = sorted(window.metrics, key=lambda name: name != "loss")  # jit has sorted them; put the loss first

@@ -190,17 +190,29 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm was not finite. `state` is the last good state, before `step`. `history`
     has the rows until then.
 
-    If an id or label of the batch is outside the table that it indexes, the message names it (with many
-    processes, only on the process that has that row). Under `jax_debug_nans`, the message names the metric that
-    is not finite, or the parameter with such a gradient.
+    If both were finite, but the optimizer's update was not, the message names the parameters. `fit` notices it
+    at the next row of the log. There is no good state then: `state` has these parameters.
+
+    The message names a NaN in the batch, and an id or label that is outside the table that it indexes (with
+    many processes, only on the process that has that row). Under `jax_debug_nans`, the error comes from a
+    `FloatingPointError` at the line of `loss_fn`, or the message names the metric that is not finite, or the
+    parameter with such a gradient.
     """
 
     state: TrainState
     step: int
     where: str | None = None
+    parameters: str = ""
     history: History = dataclasses.field(default_factory=History)
 
     def __str__(self) -> str:
+        if self.parameters:
+            return (
+                f"before step {self.step} (counted from 0), parameters are not finite, although the losses and "
+                f"gradient norms were: {self.parameters}. The optimizer made them so, for example Adam with "
+                "eps=0, or a learning rate that is not finite. They are in this error's `state`: go on from a "
+                "checkpoint."
+            )
         where = self.where or 'jax.config.update("jax_debug_nans", True) says where'
         return (
             f"the loss or the gradient norm was not finite at step {self.step} (counted from 0): {where}. The "

@@ -118,7 +118,7 @@ def fit(
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
     An error that ends the run after it has begun has two attributes: `state`, the state after the last step,
-    and `history`. The state is also saved if there are `checkpoints`.
+    and `history`. Except after a `NonFiniteError`, the state is also saved if there are `checkpoints`.
     """
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     check_is_state(state, "fit: state")

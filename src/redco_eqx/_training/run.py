@@ -18,7 +18,7 @@ import optax
 
 from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._base.protocols import Batch, LossFn
-from redco_eqx._base.tree import lack_of_value
+from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
@@ -30,6 +30,7 @@ from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
     accumulated,
+    all_finite,
     empty_window,
     guarded,
     window_from_json,
@@ -107,6 +108,7 @@ class _Step:
         fraction of the current one; otherwise `None`.
     - `waited`, `compared`: the seconds that `fit` waited for the batches of this row, and a function that
         returns the numbers of its comparison with the other processes.
+    - `finite`: if a row ends with this step, a scalar on the devices: true if all parameters are finite.
     - `done_at`: the time when the step was first seen to be finished.
     """
 
@@ -116,6 +118,7 @@ class _Step:
     epochs_done: float | None = None
     waited: float = 0.0
     compared: Callable[[], Row] = dict
+    finite: Any = True
     done_at: float | None = None
 
 
@@ -262,7 +265,7 @@ class Training:
                 step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
-            if not jax.device_get(step.window.ok):
+            if not all(jax.device_get((step.window.ok, step.finite))):
                 raise self._nonfinite(step.batch)
             self._ahead.popleft()
             if step.epochs_done is not None:
@@ -271,14 +274,20 @@ class Training:
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
-        from redco_eqx._step.nonfinite import find_nonfinite, find_outside
+        from redco_eqx._step.nonfinite import find_nan, find_nonfinite, find_outside
 
-        where = None
+        bad = [path for path, x in self.state.params.items() if not all_finite({path: x})]
+        error = NonFiniteError(self.state, step_of(self.state), parameters=first_few(bad))
+        if bad:
+            return error
         with contextlib.suppress(Exception):  # an error here would hide the one to explain
-            where = find_outside(self.state, batch, loss_fn=self.loss_fn)
-        if where is None and _is_debugging():
-            where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
-        return NonFiniteError(self.state, step_of(self.state), where)
+            error.where = find_nan(batch) or find_outside(self.state, batch, loss_fn=self.loss_fn)
+        if error.where is None and _is_debugging():
+            try:
+                error.where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
+            except FloatingPointError as cause:
+                error.where, error.__cause__ = str(cause), cause
+        return error
 
     def _log(self, place: Place, hook: Hook | None) -> None:
         """End the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
@@ -289,6 +298,7 @@ class Training:
             self._ahead.append(_Step(self.run.step, None, self._window))
         last = self._ahead[-1]
         last.epochs_done, last.waited, self._waited = place.epochs_done, self._waited, 0.0
+        last.finite = all_finite(self.state.params)
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
