@@ -186,6 +186,20 @@ def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> in
     return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
+def misfit(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str:
+    """Describe why a spec does not fit arrays of this shape; empty if it fits."""
+    if len(spec) > len(shape):
+        return f"the spec has {len(spec)} entries for {len(shape)} dims."
+    try:
+        NamedSharding(mesh, spec)
+    except Exception as error:  # for a repeated axis JAX raises no ValueError
+        return str(error)
+    for dim, (size, axes) in enumerate(zip(shape, spec)):
+        if size % axis_size(mesh, axes):
+            return f"dim {dim} of size {size} does not divide into {axis_size(mesh, axes)} parts."
+    return ""
+
+
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of a batch: the leading dim is split over `("data", "fsdp")`, the other dims are whole.
 

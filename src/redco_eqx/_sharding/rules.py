@@ -27,6 +27,7 @@ from redco_eqx._sharding.mesh import (
     axis_size,
     check_mesh,
     in_own_context,
+    misfit,
     num_batch_shards,
     tensor_dim,
     trimmed,
@@ -327,16 +328,11 @@ def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
 
 
 def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    problem = f"the spec has {len(spec)} entries for {len(x.shape)} dims."
-    if len(spec) <= len(x.shape):
-        try:
-            NamedSharding(mesh, spec).shard_shape(tuple(x.shape))
-            return
-        except Exception as error:  # for a repeated axis JAX raises no ValueError
-            problem = str(error)
-    raise ValueError(
-        f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}: {problem}"
-    )
+    problem = misfit(x.shape, spec, mesh)
+    if problem:
+        raise ValueError(
+            f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}: {problem}"
+        )
 
 
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:

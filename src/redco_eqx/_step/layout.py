@@ -19,6 +19,7 @@ from redco_eqx._parallel.linear import batch_axes, traced_mesh
 from redco_eqx._sharding.mesh import (
     ShardingWarning,
     axis_size,
+    misfit,
     num_batch_shards,
     tensor_dim,
 )
@@ -56,13 +57,12 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
             "mesh) of the same model."
         )
     for path, sharding in found.items():
-        try:
-            sharding.shard_shape(arrays[path].shape)
-        except ValueError as error:
+        problem = misfit(arrays[path].shape, sharding.spec, sharding.mesh)
+        if problem:
             raise ValueError(
-                f"shardings: {sharding.spec} does not fit {path}, {describe(arrays[path])}: {error} Pass "
+                f"shardings: {sharding.spec} does not fit {path}, {describe(arrays[path])}: {problem} Pass "
                 "shard_rules(model, mesh) of the same model."
-            ) from None
+            )
     return found
 
 
