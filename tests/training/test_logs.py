@@ -21,7 +21,6 @@ from fit_helpers import EXAMPLES, Collate, Rows, assert_same, counted, fit, fit_
 from helpers import events
 
 import redco_eqx as rx
-from redco_eqx._base.protocols import Logger
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
 from redco_eqx._training.run import Training, peak_seconds
 
@@ -194,7 +193,7 @@ def read_lines(path: pathlib.Path) -> list[Any]:
 
 def test_all_are_loggers_that_close(tmp_path: pathlib.Path) -> None:
     for logger in (ConsoleLogger(io.StringIO()), JSONLLogger(tmp_path / "a"), TensorBoardLogger(tmp_path)):
-        assert isinstance(logger, Logger)
+        assert callable(logger)
         with logger as entered:
             assert entered is logger
         logger.close()
