@@ -234,7 +234,7 @@ CONFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: fit(loss_fn=returning(lambda x: [x, x])), "the loss ... list ... scalar"),
     (
         lambda: fit(loss_fn=returning(lambda x: (x, {"a": {"b": x}}))),
-        "the metric 'a' ... 'b' ... {\"group/name\": value}",
+        "the metric 'a' ... dict ... {\"group/name\": value}",
     ),
     (lambda: fit(loss_fn=returning(lambda x: (x, {"a": "high"}))), "the metric 'a' ... 'high' ... scalar"),
     (

@@ -9,9 +9,9 @@ NOWHERE = "--data /nowhere"
 REFUSED = [
     ("classification_regression.main", f"--task digits {NOWHERE}", "/nowhere"),
     ("classification_regression.main", f"--task classification {NOWHERE}", "no train as .tsv, .csv, .jsonl"),
-    ("classification_regression.main", "--tensor 16", "needs 16 devices"),
+    ("classification_regression.main", "--tensor 16", "needs a multiple of 16 devices"),
     ("classification_regression.main", "--tensor 0", "tensor=0"),
-    ("classification_regression.main", "--tensor 3", "fsdp * tensor = 3 must divide"),
+    ("classification_regression.main", "--tensor 3", "needs a multiple of 3 devices"),
     ("classification_regression.main", "--devices -1", "--devices -1"),
     ("classification_regression.main", "--task digits --batch-size 7", "batch_size=7"),
     ("classification_regression.main", "--batch-size 0", "--batch-size 0: it must be at least 1"),

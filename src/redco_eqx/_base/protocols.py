@@ -248,15 +248,10 @@ def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
 
     Raises `ValueError` naming `what` if `x` is not a scalar.
     """
-    if isinstance(x, Mapping):
-        raise TypeError(
-            f"{what} is a dict of {', '.join(map(repr, x))}. Metrics have one level of names: "
-            '{"group/name": value}.'
-        )
-    if x is None or isinstance(x, Sequence):
+    if x is None or isinstance(x, Mapping | Sequence):
         raise TypeError(
             f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. Does the function return "
-            "it?"
+            'it? Metrics have one level of names: {"group/name": value}.'
         )
     if not isinstance(x, Mean):
         x = Mean(jnp.asarray(x) * weight, weight)

@@ -114,18 +114,15 @@ def make_mesh(
     check_positive("make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data)
     inner = fsdp * tensor
     found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
-    if inner * max(data, 1) > len(devices):
+    fills = data == -1 and len(devices) % inner == 0
+    num_needed = f"a multiple of {inner}" if data == -1 else data * inner
+    data = len(devices) // inner if fills else data
+    if not 0 < data * inner <= len(devices):
         raise ValueError(
-            f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {inner * max(data, 1)} "
-            f"devices, but {found}. To make virtual devices on CPU, call "
-            'jax.config.update("jax_num_cpu_devices", N) before the first use of JAX.'
+            f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {num_needed} devices, but {found}. "
+            'To make virtual devices on CPU, call jax.config.update("jax_num_cpu_devices", N) before the first '
+            "use of JAX."
         )
-    if data == -1:
-        if len(devices) % inner != 0:
-            raise ValueError(
-                f"make_mesh: fsdp * tensor = {inner} must divide the number of devices, but {found}."
-            )
-        data = len(devices) // inner
     if data * inner < len(devices):
         if jax.process_count() > 1:
             raise ValueError(
@@ -159,20 +156,16 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
             "model comes before the mesh."
         )
     if not any(axis in mesh.shape for axis in AXES):
-        usual = {"tp": "tensor", "model": "tensor", "mp": "tensor", "zero": "fsdp", "shard": "fsdp"}
-        comma = "," if len(mesh.axis_names) == 1 else ""
-        names = ", ".join(f'"{usual.get(str(name), "data")}"' for name in mesh.axis_names)
         raise ValueError(
             f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. Use "
-            f"make_mesh(mesh=mesh, names=({names}{comma})), with the names that they have here."
+            'make_mesh(mesh=mesh, names=("data", "tensor")), with one of the three names for each of your axes.'
         )
     explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
     if explicit:
-        same = "make_mesh(mesh=mesh), which has the same devices"
-        remedy = same if isinstance(mesh, Mesh) else "axis_types=(AxisType.Auto,) * number_of_axes"
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            f"default), but here the compiler propagates layouts. Use {remedy}."
+            "default), but here the compiler propagates layouts. Use make_mesh(mesh=mesh), which has the same "
+            "devices, or axis_types=(AxisType.Auto,) * number_of_axes."
         )
 
 

@@ -120,14 +120,7 @@ def update(
     # Line searches accept any arguments, but raise an error for those that `value_fn` does not take.
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     extra = {name: named[name] for name in named if name in parameters or (takes_any and name != "grad_fn")}
-    try:
-        return optimizer.update(grads, opt_state, params, **extra)
-    except Exception as error:
-        given = ", ".join(f"{name}=" for name in extra) or "nothing"
-        error.add_note(
-            f"This is the optimizer's update, which was given {given} besides gradients and parameters."
-        )
-        raise
+    return optimizer.update(grads, opt_state, params, **extra)
 
 
 def like_params(
