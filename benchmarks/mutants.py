@@ -4,6 +4,8 @@
     python benchmarks/mutants.py measure    record the lines and the time of each test (once per code)
     python benchmarks/mutants.py run        run each mutant against the tests of its room; prints a table
 
+You may stop `run` and start it again: it goes on where it was. `measure` forgets the fates of the mutants.
+
 cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that run the line of a mutant
 are tried, the quickest first. If no test is known to run it (the line runs at import, or in a process that a
 test starts), all tests of its room are tried.
@@ -95,6 +97,30 @@ def mutated(path: pathlib.Path, operator: Any, occurrence: int) -> str:
     return code
 
 
+def changes(before: str, after: str) -> list[str]:
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    return [line for line in lines if line[:2] in ("- ", "+ ")]
+
+
+def found(mutant: dict[str, Any], known: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the line of a mutant and the mutated file. Code moves after the draw, so its change is looked up
+    by its text: the nearest occurrence. None if the code is no longer there."""
+    path = REPOSITORY / mutant["file"]
+    if not path.exists():
+        return None
+    before = path.read_text()
+    places = [
+        (abs(occurrence - mutant["occurrence"]), line, occurrence)
+        for (line, _), made in sites(path, {mutant["operator"]: known[mutant["operator"]]}).items()
+        for _, occurrence in made
+    ]
+    for _, line, occurrence in sorted(places):
+        after = mutated(path, known[mutant["operator"]], occurrence)
+        if [text.split() for text in changes(before, after)] == [text.split() for text in mutant["change"]]:
+            return line, after
+    return None
+
+
 def is_python(code: str) -> bool:
     try:
         compile(code, "mutant", "exec")
@@ -122,20 +148,22 @@ def sample() -> list[dict[str, Any]]:
                 continue
             name, occurrence = draw.choice(valid)
             after = mutated(path, known[name], occurrence)
-            changed = [
-                text
-                for text in difflib.ndiff(before.splitlines(), after.splitlines())
-                if text[:2] in ("- ", "+ ")
-            ]
-            file = str(path.relative_to(REPOSITORY))
+            file, change = str(path.relative_to(REPOSITORY)), changes(before, after)
             mutants.append(
-                {"file": file, "line": line, "operator": name, "occurrence": occurrence, "change": changed}
+                {"file": file, "line": line, "operator": name, "occurrence": occurrence, "change": change}
             )
     return mutants
 
 
+def write(mutants: list[dict[str, Any]]) -> None:
+    LIST.write_text(json.dumps(mutants, indent=1) + "\n")
+
+
 def measure() -> None:
-    """Run the tests once under coverage. Record the lines that each test function runs, and its seconds."""
+    """Run the tests once under coverage. Record the lines that each test function runs, and its seconds.
+    Forget the fates of the mutants."""
+    drawn = ("file", "line", "operator", "occurrence", "change")
+    write([{name: mutant[name] for name in drawn} for mutant in json.loads(LIST.read_text())])
     shutil.rmtree(MEASURED, ignore_errors=True)
     MEASURED.mkdir()
     config = MEASURED / "rc"
@@ -190,15 +218,18 @@ def node_of(name: str) -> str:
 def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]) -> dict[str, Any]:
     """Run the tests on a copy of the package with the mutant in it."""
     path = REPOSITORY / mutant["file"]
-    folders = TESTS[room_of(path)]
-    names = lines.get(mutant["file"], {}).get(mutant["line"], set())
+    folders, site = TESTS[room_of(path)], found(mutant, known)
+    if site is None:
+        return {**mutant, "killed": None, "by": "the code is gone", "tests": 0, "seconds": 0}
+    line, code = site
+    names = lines.get(mutant["file"], {}).get(line, set())
     nodes = [node_of(name) for name in sorted(names, key=lambda name: (seconds[name], name))]
     nodes = [node for node in nodes if any(node.startswith(folder) for folder in folders)]
     with tempfile.TemporaryDirectory() as base:
         copy = pathlib.Path(base) / "src"
         shutil.copytree(CORE, copy / "redco_eqx", ignore=shutil.ignore_patterns("__pycache__"))
         target = copy / path.relative_to(REPOSITORY / "src")
-        target.write_text(mutated(path, known[mutant["operator"]], mutant["occurrence"]))
+        target.write_text(code)
         arguments = pathlib.Path(base) / "tests.txt"
         arguments.write_text("\n".join(nodes or folders))
         environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -225,20 +256,19 @@ def run() -> None:
     known, (lines, seconds) = operators(), tests_of()
     mutants = json.loads(LIST.read_text())
 
-    def settle(mutant: dict[str, Any]) -> dict[str, Any]:
-        settled = fate(mutant, lines, seconds, known)
-        outcome = f"killed by {settled['by']}" if settled["killed"] else "SURVIVED"
+    def settle(number: int) -> None:
+        mutants[number] = settled = fate(mutants[number], lines, seconds, known)
+        write(mutants)
+        outcome = f"killed by {settled['by']}" if settled["killed"] else settled["by"] or "SURVIVED"
         print(f"{mutant['file']}:{mutant['line']} {outcome}, {settled['seconds']} s", flush=True)
-        return settled
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        settled = list(pool.map(settle, mutants))
-    LIST.write_text(json.dumps(settled, indent=1) + "\n")
-    counts = collections.Counter((room_of(REPOSITORY / m["file"]), m["killed"]) for m in settled)
+        list(pool.map(settle, [n for n, mutant in enumerate(mutants) if "killed" not in mutant]))
+    counts = collections.Counter((room_of(REPOSITORY / m["file"]), m["killed"]) for m in mutants)
     print(f"{'room':<16}{'mutants':>8}{'killed':>8}")
     for room in TESTS:
         print(f"{room:<16}{counts[room, True] + counts[room, False]:>8}{counts[room, True]:>8}")
-    print(f"{'all':<16}{len(settled):>8}{sum(m['killed'] for m in settled):>8}")
+    print(f"{'all':<16}{len(mutants):>8}{sum(m['killed'] is True for m in mutants):>8}")
 
 
 def main() -> None:
