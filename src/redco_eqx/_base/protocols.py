@@ -199,7 +199,7 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Check functions as `check_function` does. The name of each one says which arguments it must take."""
+    """Check functions as `check_function` does. The name of each function says which arguments it must take."""
     for name, function in functions.items():
         check_function(where, name, function, *_CALLED_WITH[name])
 

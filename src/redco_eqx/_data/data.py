@@ -76,13 +76,13 @@ class Stream:
     ends.
 
     A resumed run continues after the last batch that it was trained on. To get there, it restores a state of
-    the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`), and reads these examples
-    again. For this, the iterable, or the iterator that it or the function returns, must have the methods
-    `get_state` and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by
-    checksum), or if there is no state that far back, the run reads the epoch again from its beginning. If these
-    examples are not the same either, `fit` refuses to continue, unless you pass
-    `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Numbers, arrays, text, dataclasses and
-    collections of these are compared by content, other objects only by type and size.
+    the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`) and rereads these examples.
+    For this, the iterable, or the iterator that it or the function returns, must have the methods `get_state`
+    and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by checksum), or
+    if there is no state that far back, the run rereads the epoch from its beginning. If these examples are not
+    the same either, `fit` refuses to continue, unless you pass `Checkpoints(allow_changes=True)`. So a shuffle
+    needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared by content, other
+    objects only by type and size.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
         `DataLoader(batch_size=None)`), or a function from the number of the epoch to such an iterable.
@@ -92,7 +92,7 @@ class Stream:
         rows (in one tensor-parallel group) read the same shard. When one shard ends, the epoch ends for all
         processes, at the same step.
     - `batched`: true if each item is already a batch of all rows that this process reads. `collate_fn` gets the
-        item itself, and turns it into NumPy arrays. For training only.
+        item itself and turns it into NumPy arrays. For training only.
     - `prefetch`, `num_workers`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.

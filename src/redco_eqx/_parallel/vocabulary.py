@@ -34,7 +34,7 @@ def embed(
     The result equals `jnp.take(table, ids, axis=0)`. On every mesh, a negative id counts from the end, and an
     id outside the table gives NaN.
 
-    Over `tensor`, each shard looks up the rows that it has, and one all-reduce of the size of the result adds
+    Over `tensor`, each shard looks up the rows that it holds, and one all-reduce of the size of the result adds
     these up. Over `fsdp`, the width of the table is gathered, and the gradient is reduced and scattered.
     Without this block, the compiler would gather the batch. Use plain indexing for a table that is not split,
     such as one of positions.

@@ -12,7 +12,7 @@ from redco_eqx.models._blocks.layers import Embedding
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-    """Return the bucket of each distance from 0 to `max_distance`, which is always in the last bucket.
+    """Return the bucket of each distance from 0 to `max_distance`. The latter is always in the last bucket.
 
     Half of the buckets have one distance each; the other half grow logarithmically.
     """

@@ -64,7 +64,7 @@ class LlamaLikeConfig(Config):
             raise ValueError(f"{type(self).__name__}: partial_rotary_factor is not supported, only 1.0.")
 
     def check_layers(self, entry: str, kinds: Sequence[str | int]) -> None:
-        """Raise `ValueError` if an entry is there but has not one of the kinds for each layer."""
+        """Raise `ValueError` if an entry exists but does not have one of the kinds for each layer."""
         given = getattr(self, entry)
         if given is not None and (len(given) != self.num_layers or set(given) - set(kinds)):
             raise ValueError(

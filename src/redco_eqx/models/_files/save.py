@@ -32,7 +32,7 @@ def save_pretrained(
     """Write a model as `config.json` and safetensors. `transformers` and other engines open these without
     changes, and so does `diffusers` if the model is a part of one of its pipelines.
 
-    A list of layers and stacked layers produce the same files. The files beside the weights in the directory
+    A list of layers and stacked layers produce the same files. The files next to the weights in the directory
     that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories)
     are copied, unless a file of the same name exists. Every file is written under a temporary name and renamed
     at the end. So at any moment, the directory contains either the old checkpoint or the new one, whole. Files
@@ -63,7 +63,7 @@ def save_pretrained(
     - `TypeError` if the model is not a `Model`.
     - `ValueError` if `max_shard_bytes` is not positive, an array is abstract, deleted, or not floating, or the
         arrays are not those of the model's family: LoRA that was not merged, for example. Also if a file to
-        copy is a link that leads out of the directory (but not into the cache of the hub).
+        copy is a link that points outside the directory (but not into the cache of the hub).
     - `OSError` if the files cannot be written. The old checkpoint is then in force.
     - `RuntimeError` in the other processes, if process 0 could not write.
     """
