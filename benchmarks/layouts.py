@@ -1,15 +1,20 @@
 """Layouts by the traced program, compared with others: the bytes that one step sends, compiled and predicted.
 
-    python benchmarks/layouts.py [zoo] [families] [foreign]
+    python benchmarks/layouts.py [zoo] [families] [others] [foreign]
+    python benchmarks/layouts.py generated [NUMBER]
 
-`predicted` are the predicted bytes for the layout of `dataflow` with the CPU compiler, and `at least` the bound
-for them. `merged` is the prediction if results are added before they are summed over devices, as compilers for
-TPU and GPU do. The loss and its gradient are compiled for data 2 x tensor 4 virtual CPU devices; nothing is
-run. Engines: `dataflow` (the program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts),
-`parallax` (the automatic strategy of google-parallax, if it is installed, for the loss; or the error that it
-raises), `column` (dim 0 of every matrix that divides), `largest` (the largest dim that divides), `whole` (all
-on every device). Times are those of `dataflow`: to trace the loss and its gradient, to walk through the program
-and weigh all splits, and to choose.
+Fails after the last row if a number is wrong, see `faults`. `generated` takes programs of `tests/gradients`,
+300 unless a number is given.
+
+`predicted` are the predicted bytes for the layout of `dataflow` with the CPU compiler, `at least` the bound for
+them, and `gap` the bound over the prediction. There are none if an operation is `opaque`. `merged` is the
+prediction if results are added before they are summed over devices, as compilers for TPU and GPU do. The loss
+and its gradient are compiled for data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow`
+(the program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `parallax` (the automatic
+strategy of google-parallax, if it is installed, for the loss; or the error that it raises), `column` (dim 0 of
+every matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device). Times are
+those of `dataflow`: to trace the loss and its gradient, to walk through the program and weigh all splits, and
+to choose.
 """
 
 import importlib
@@ -26,6 +31,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
@@ -69,7 +76,7 @@ def compiled_bytes(
 
     left = iter([specs[path] for path in rx.to_arrays(model)])
     placed = jax.tree.map(lambda x: place(x, next(left)) if is_abstract(x) else x, model)
-    params, rest = eqx.partition(placed, lambda x: is_abstract(x) and jnp.issubdtype(x.dtype, jnp.floating))
+    params, rest = eqx.partition(placed, lambda x: is_abstract(x) and jnp.issubdtype(x.dtype, jnp.inexact))
     buffers, static = eqx.partition(rest, is_abstract)
     rows = rx.batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
@@ -123,6 +130,99 @@ def foreign_cases() -> Iterator[Case]:
     for foreign in models:
         model = eqx.filter_eval_shape(foreign.make, jax.random.key(0))
         yield Case(f"{foreign.name}", model, foreign.loss, foreign.batch)
+
+
+def other_cases() -> Iterator[Case]:
+    """Programs on which predictions or bounds were wrong once."""
+
+    def mean_square(model: Any, batch: Any, key: Any) -> Any:
+        return (jax.vmap(model)(batch) ** 2).mean()
+
+    def case(name: str, model: Callable[[Any], Any], *shape: int) -> Case:
+        abstract = eqx.filter_eval_shape(model, jax.random.key(0))
+        return Case(name, abstract, mean_square, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def linear(in_size: int, out_size: int) -> eqx.nn.Linear:
+        return eqx.nn.Linear(in_size, out_size, key=jax.random.key(0))
+
+    class Tokens(eqx.Module):
+        layers: list[eqx.nn.Linear]
+        mix: Any = None
+
+        def __call__(self, x: Any) -> Any:
+            for layer in self.layers:
+                hidden = jax.nn.relu(jax.vmap(layer)(x))
+                x = hidden if self.mix is None else self.mix @ hidden
+            return x
+
+    class Quantised(eqx.Module):
+        up: Any
+        up_scale: Any
+        down: Any
+        down_scale: Any
+
+        def __call__(self, x: Any) -> Any:
+            hidden = jax.nn.gelu((self.up.astype(jnp.float32) @ x) * self.up_scale)
+            return x + (self.down.astype(jnp.float32) @ hidden) * self.down_scale
+
+    class Recurrent(eqx.Module):
+        cell: eqx.nn.LSTMCell
+        out: eqx.nn.Linear
+
+        def __call__(self, x: Any) -> Any:
+            def step(carry: Any, x: Any) -> Any:
+                carry = self.cell(x, carry)
+                return carry, carry[0]
+
+            zero = jnp.zeros(self.cell.hidden_size)
+            return jax.vmap(self.out)(jax.lax.scan(step, (zero, zero), x)[1])
+
+    mix = sparse.BCOO.fromdense(jnp.asarray(np.random.default_rng(0).random((64, 64)) < 0.1, jnp.float32))
+    int8 = [
+        jnp.zeros((8192, 2048), jnp.int8),
+        jnp.ones(8192),
+        jnp.zeros((2048, 8192), jnp.int8),
+        jnp.ones(2048),
+    ]
+    yield case("long tokens", lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2), 4, 8192, 64)
+    yield case("BCOO", lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2, mix), 8, 64, 64)
+    yield case("int8", lambda key: Quantised(*int8), 16, 2048)
+    yield case("LSTM", lambda key: Recurrent(eqx.nn.LSTMCell(64, 128, key=key), linear(128, 64)), 16, 16, 64)
+
+
+def drawn(strategy: Any, number: int) -> list[Any]:
+    """Return the same draws of a strategy each time."""
+    import hypothesis
+
+    found = []
+
+    def keep(x: Any) -> None:
+        found.append(x)
+
+    settings = hypothesis.settings(
+        max_examples=2 * number, database=None, phases=[hypothesis.Phase.generate], deadline=None
+    )
+    hypothesis.seed(0)(settings(hypothesis.given(strategy)(keep)))()
+    return found[:number]
+
+
+def generated_cases(number: int = 300) -> Iterator[Case]:
+    """The same programs each time, of all families of operations."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    generated = importlib.import_module("gradients.programs")
+    jax.config.update("jax_enable_x64", True)
+    each = math.ceil(number / len(generated.FAMILIES))
+    for family in generated.FAMILIES:
+        specs = drawn(generated.programs(family), each)
+        for i, spec in enumerate(specs):
+            program, batch = generated.build(spec), generated.make_batch(spec)
+            names = "+".join(entry["name"] for entry in spec["operations"])
+            model = {"layers": program.weights}
+
+            def loss(model: Any, batch: Any, key: Any, program: Any = program) -> Any:
+                return program.loss(model, batch)
+
+            yield Case(f"{family} {i} {names}"[:45], model, loss, batch)
 
 
 # Engines.
@@ -179,7 +279,7 @@ def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     """Return the bytes of the model's arrays on one device."""
     total = 0.0
     for path, x in rx.to_arrays(model).items():
-        split = math.prod(mesh.shape[axis] for axis in specs[path] if axis is not None)
+        split = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(specs[path])))
         total += math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) / split
     return total
 
@@ -189,6 +289,7 @@ HEAD = [
     "dataflow",
     "predicted",
     "at least",
+    "gap",
     "merged",
     "paths",
     "hand",
@@ -212,51 +313,71 @@ def times_of(case: Case) -> list[str]:
     return [f"{1e3 * (after - before):.0f}" for before, after in itertools.pairwise(marks)]
 
 
-def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
-    """Make a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision."""
-    times = times_of(case)
+def faults(sent: dict[str, int], held: dict[str, float], predicted: float, least: float) -> list[str]:
+    """Return what is wrong with the numbers of a row: bytes compiled and held, by engine, and predicted bytes.
+
+    Without a prediction, `predicted` is 0.
+    """
+    found, ours = [], sent["dataflow"]
+    if predicted and not 0.9 * ours <= predicted <= 1.1 * ours:
+        found.append(f"predicted {predicted:.0f}, compiled {ours}")
+    as_small = [name for name in sent if held[name] <= 1.001 * held["dataflow"]]
+    best = min(as_small, key=lambda name: sent[name])
+    if least > sent[best]:
+        found.append(f"at least {least:.0f}, but {best} sends {sent[best]}")
+    if "paths" in as_small and ours > sent["paths"]:
+        found.append(f"sends {ours}, but paths sends {sent['paths']}")
+    return found
+
+
+def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], list[str]]:
+    """Make a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision.
+
+    Also return its faults.
+    """
+    times = times_of(case) if engines else ["-"] * 3
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
     assert analysis is not None
     by_flow = {path: d.spec for path, d in explain_by(analysis, case.model, mesh).decisions.items()}
     by_paths = {path: d.spec for path, d in rx.explain(case.model, mesh).decisions.items()}
     whole = naive(case.model, lambda shape: None)
     layouts: dict[str, Specs | None] = {"dataflow": by_flow, "paths": by_paths, "hand": case.hand}
-    sent: dict[str, str] = {}
+    cells: dict[str, str] = {}
     if engines:
         try:
             layouts["parallax"] = parallax(case)
         except Exception as error:
-            sent["parallax"] = type(error).__name__[:9]
+            cells["parallax"] = type(error).__name__[:9]
         layouts["column"] = naive(case.model, first_dim)
         layouts["largest"] = naive(case.model, largest_dim)
         layouts["whole"] = whole
-    known: list[tuple[Specs, str]] = []
+    sent: dict[str, int] = {}
+    tried: list[tuple[Specs, str]] = []
     for name, specs in layouts.items():
         if specs is None:
             continue
-        same = [text for other, text in known if other == specs]
+        same = next((other for known, other in tried if known == specs), name)
+        tried.append((specs, name))
         try:
-            number = compiled_bytes(case.model, case.loss, case.batch, specs, mesh) if not same else 0
-            sent[name] = same[0] if same else f"{number / 1e6:.3f}"
+            done = same in cells
+            sent[name] = sent[same] if done else compiled_bytes(case.model, case.loss, case.batch, specs, mesh)
+            cells[name] = f"{sent[name] / 1e6:.3f}"
         except Exception as error:
-            sent[name] = type(error).__name__[:9]
-        known.append((specs, sent[name]))
+            cells[name] = cells.get(same, type(error).__name__[:9])
     prediction = analysis.simulated
     predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
     least = lower_bound(analysis, merged=False)
-    sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]
-    return [
-        case.name,
-        sent["dataflow"],
-        f"{predicted / 1e6:.3f}",
-        f"{least / 1e6:.3f}",
-        f"{merged / 1e6:.3f}",
-        *(sent.get(name, "-") for name in ("paths", "hand", "parallax", "column", "largest", "whole")),
-        *sizes,
-        str(len(by_flow)),
-        str(len(analysis.walk.steps)),
-        *times,
-    ]
+    numbers = [f"{x / 1e6:.3f}" for x in (predicted, least)] + [f"{least / max(predicted, 1):.2f}"]
+    numbers.append(f"{merged / 1e6:.3f}")
+    if analysis.walk.opaque:
+        predicted = least = 0.0
+        numbers = ["opaque", "-", "-", "-"]
+    held = {name: memory(case.model, specs, mesh) for name, specs in layouts.items() if specs is not None}
+    found = faults(sent, held, predicted, least) if "dataflow" in sent else ["not compiled"]
+    sizes = [f"{x / 1e6:.3f}" for x in (held["dataflow"], held["paths"], memory(case.model, whole, mesh))]
+    others = [cells.get(name, "-") for name in ("paths", "hand", "parallax", "column", "largest", "whole")]
+    counts = [str(len(by_flow)), str(len(analysis.walk.steps))]
+    return [case.name, cells["dataflow"], *numbers, *others, *sizes, *counts, *times], found
 
 
 def main(names: list[str]) -> None:
@@ -265,16 +386,33 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     sys.path.append(str(Path(__file__).parent))
     mesh = rx.make_mesh(tensor=TENSOR)
-    sources = {"zoo": zoo_cases, "families": family_cases, "foreign": foreign_cases}
+    sources: dict[str, Callable[[], Iterator[Case]]] = {
+        "zoo": zoo_cases,
+        "families": family_cases,
+        "others": other_cases,
+        "foreign": foreign_cases,
+    }
+    number = int(names.pop()) if names and names[-1].isdigit() else 300
+    found: list[str] = []
     for name in names or sources:
         print(f"\n{name}: MB sent by a device in a step on data 2 x tensor 4, MB of arrays on a device\n")
         print(line(HEAD))
-        for case in sources[name]():
-            print(line(row(case, mesh)), flush=True)
+        for case in generated_cases(number) if name == "generated" else sources[name]():
+            try:
+                cells, wrong = row(case, mesh, engines=name != "generated")
+            except (NotImplementedError, TypeError, ValueError) as error:
+                if name != "generated":
+                    raise
+                print(f"{case.name}: left out, {type(error).__name__}: {str(error)[:60]}", file=sys.stderr)
+                continue
+            print(line(cells), flush=True)
+            found += [f"{case.name}: {text}" for text in wrong]
+    if found:
+        sys.exit("\n".join(["", f"{len(found)} faults:", *found]))
 
 
 def line(cells: list[str]) -> str:
-    return cells[0].ljust(31) + "".join(cell.rjust(10) for cell in cells[1:])
+    return cells[0].ljust(46) + "".join(cell.rjust(10) for cell in cells[1:])
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ BETTER = {
     "groupnorm_between": "the same: 5188 against 5284",
     "fused_qkv": "by the stream: no border between q, k and v is crossed: 59463 against 63428",
     "gru": "its gates are split, and its state is gathered for them at each step: 75652 against 131204",
+    "vision": "the head's work is less than its sums: it is whole: 37444 against 42007",
     "ensemble": "each device has some members whole: 16775 against 20228",
 }
 WORSE = {
-    "projections": "the first is split along its inputs, for a quarter of its work: 42519 against 37956",
     "moe": "the router follows the experts, and its gates are gathered: 106132 against 96544",
     "moe_stacked": "the same: 212260 against 193084",
 }
@@ -44,8 +44,8 @@ def test_layouts_are_those_by_hand_or_better_and_near_the_least():
             by_hand = {path: P() if spec is ... else P(*spec) for path, spec in golden.items()}
             theirs = sent(explained(name), by_hand).num_bytes_unmerged
             assert (ours.num_bytes_unmerged < theirs) == (name in BETTER), name
-            # The worst, `projections`, sends 1.12 times as much, and divides more work.
-            assert ours.num_bytes_unmerged < 1.13 * theirs, name
+            # The worst, `moe`, sends 1.10 times as much, and divides more work.
+            assert ours.num_bytes_unmerged < 1.11 * theirs, name
         assert not ours.opaque, (name, "every operation is understood")
         assert 0 < ours.at_least <= ours.num_bytes <= ours.num_bytes_unmerged, name
         assert (ours.num_bytes > 1.25 * ours.at_least) == (name in FAR), (name, ours)

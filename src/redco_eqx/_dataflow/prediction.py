@@ -89,7 +89,8 @@ class Prediction:
     - `num_bytes_unmerged`: the total with a compiler that does not, such as that for CPU.
     - `at_least`: a lower bound, with a compiler that adds first. No layout in which arrays that share an index
         are split alike sends less, if its parameters take as little memory. Bytes over `fsdp` are not compared.
-        If this layout has splits that meet, the bound holds for any layout: then only gradients count.
+        If this layout has splits that meet, the bound holds for any layout: then only gradients count. 0 if an
+        operation is not understood.
     - `lines`: the places that send, most bytes first.
     - `advice`: advice on changes in the model.
     - `opaque`: operations that are not understood. They are assumed to need their operands whole.
@@ -203,7 +204,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     return Prediction(
         num_bytes=total,
         num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
-        at_least=min(least + gathered, total) if least > 0 else 0.0,
+        at_least=min(least + gathered, total) if least > 0 and not analysis.walk.opaque else 0.0,
         lines=lines_of(sizes),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=opaque_of(analysis),
