@@ -138,7 +138,7 @@ def test_only_one_file_knows_what_jax_keeps_private():
     assert [path.stem for path, text in TEXTS.items() if "jax._src" in text] == ["cluster"]
 
 
-CEILINGS = {"code lines": 9_803, "files": 79, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+CEILINGS = {"code lines": 9_797, "files": 79, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
 
 

@@ -246,7 +246,7 @@ BAD = [
     (("layers.0.weight", P("tensor", "tensor")), r"layers\.0\.weight.*duplicate entries for `tensor`"),
     (("layers.0.weight", P(("fsdp", "fsdp"))), r"duplicate entries for `fsdp`"),
     (("layers.0.bias", P(None, "tensor")), r"layers\.0\.bias.*2 entries for 1 dims"),
-    (("layers.3.weight", P("third")), r"axis 0 is partitioned 3 times, but the dimension size is 32"),
+    (("layers.3.weight", P("third")), r"dim 0 of size 32 does not divide into 3 parts"),
 ]
 
 

@@ -117,20 +117,14 @@ def make_mesh(
     fills = data == -1 and len(devices) % inner == 0
     num_needed = f"a multiple of {inner}" if data == -1 else data * inner
     data = len(devices) // inner if fills else data
-    if not 0 < data * inner <= len(devices):
+    leaves_some_out = jax.process_count() > 1 and data * inner < len(devices)  # perhaps a whole process
+    if not 0 < data * inner <= len(devices) or leaves_some_out:
         raise ValueError(
             f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {num_needed} devices, but {found}. "
-            'To make virtual devices on CPU, call jax.config.update("jax_num_cpu_devices", N) before the first '
-            "use of JAX."
+            "With several processes, use all devices, or pass devices=. To make virtual devices on CPU, call "
+            'jax.config.update("jax_num_cpu_devices", N) before the first use of JAX.'
         )
-    if data * inner < len(devices):
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} uses {data * inner} devices, but "
-                f"{found} over {jax.process_count()} processes, and each process must take part. "
-                "Use all of them, or pass devices=."
-            )
-        devices = devices[: data * inner]
+    devices = devices[: data * inner]
     # Do not use `jax.make_mesh`, which refuses shapes that split a torus axis, such as (1, 8, 8) on 4 x 4 x 4.
     grid = mesh_utils.create_device_mesh((data, fsdp, tensor), devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
