@@ -26,7 +26,7 @@ UNKNOWN = Compiler(merges=False, keeps_whole=False, narrows=False)
 
 
 def compiler_of(mesh: Mesh | AbstractMesh) -> Compiler:
-    """The compiler for the devices of a mesh. Nothing is expected of that for a mesh without devices."""
+    """The compiler for the devices of a mesh; `UNKNOWN` for a mesh without devices."""
     if not isinstance(mesh, Mesh):
         return UNKNOWN
     return {"cpu": CPU, "tpu": TPU}.get(mesh.devices.flat[0].platform, GPU)
