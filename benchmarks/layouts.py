@@ -200,21 +200,36 @@ def drawn(strategy: Any, number: int) -> list[Any]:
         found.append(x)
 
     settings = hypothesis.settings(
-        max_examples=2 * number, database=None, phases=[hypothesis.Phase.generate], deadline=None
+        max_examples=2 * number,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow],
     )
     hypothesis.seed(0)(settings(hypothesis.given(strategy)(keep)))()
     return found[:number]
 
 
+CONVOLUTIONS = ("convolution", "per_example")
+
+
 def generated_cases(number: int = 300) -> Iterator[Case]:
-    """The same programs each time, of all families of operations."""
+    """Generate the same programs each time, of all families of operations but convolutions.
+
+    Of some gradients of convolutions, XLA's partitioner aborts the process; `train_step` replaces these.
+    """
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     generated = importlib.import_module("gradients.programs")
+    operations = importlib.import_module("gradients.operations").OPERATIONS
     jax.config.update("jax_enable_x64", True)
-    each = math.ceil(number / len(generated.FAMILIES))
-    for family in generated.FAMILIES:
-        specs = drawn(generated.programs(family), each)
-        for i, spec in enumerate(specs):
+    families = [family for family in generated.FAMILIES if family not in CONVOLUTIONS]
+
+    def is_compiled(spec: Any) -> bool:
+        return all(operations[entry["name"]].family not in CONVOLUTIONS for entry in spec["operations"])
+
+    each = math.ceil(number / len(families))
+    for family in families:
+        for i, spec in enumerate(drawn(generated.programs(family).filter(is_compiled), each)):
             program, batch = generated.build(spec), generated.make_batch(spec)
             names = "+".join(entry["name"] for entry in spec["operations"])
             model = {"layers": program.weights}
