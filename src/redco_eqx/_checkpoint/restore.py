@@ -38,8 +38,9 @@ def restore(
     saved on any mesh. Every array is verified, bit for bit.
 
     ```python
-    rx.save("run", state) other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0)) state =
-    rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))   # on a different mesh
+    rx.save("run", state)
+    other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
+    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # on a different mesh
     ```
 
     **Main arguments:**

@@ -74,9 +74,10 @@ def make_mesh(
     model that use the names of your own mesh (`"dp"`) have no effect on it, so write them with the three names.
 
     ```python
-    mesh = rx.make_mesh()                           # all devices for data mesh = rx.make_mesh(tensor=4)
-    # each layer over four devices, the batch over the rest mesh = rx.make_mesh(data=2, fsdp=2, tensor=2) mesh =
-    rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
+    mesh = rx.make_mesh()                           # all devices for data
+    mesh = rx.make_mesh(tensor=4)                   # each layer over four devices, the batch over the rest
+    mesh = rx.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
     ```
 
     On virtual CPU devices, call this function before anything else uses JAX. It then gives the devices enough
