@@ -40,7 +40,7 @@ def restore(
     ```python
     rx.save("run", state)
     other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
-    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # on a different mesh
+    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # on another mesh
     ```
 
     **Main arguments:**
