@@ -138,7 +138,10 @@ def test_only_one_file_knows_what_jax_keeps_private():
     assert [path.stem for path, text in TEXTS.items() if "jax._src" in text] == ["cluster"]
 
 
-CEILINGS = {"code lines": 9_797, "files": 79, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+CEILINGS = {
+    "code lines": 9_797, "code lines of models": 6_300, "files": 79, "rooms": 12, "parameters of fit": 15,
+    "lines of a function": 80,
+}  # fmt: skip
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
 
 
@@ -151,7 +154,8 @@ def test_the_house_is_no_larger_than_was_agreed():
         if (body := node.body[1:] if ast.get_docstring(node) else node.body)
     ]
     found = {
-        "code lines": sum(code_lines(TEXTS[path]) for path in CORE),
+        "code lines": sum(map(num_code_lines, CORE)),
+        "code lines of models": sum(map(num_code_lines, TEXTS.keys() - CORE)),
         "files": len(CORE),
         "rooms": len({path.parts[0] for path in CORE if len(path.parts) > 1}),
         "parameters of fit": len(inspect.signature(rx.fit).parameters),

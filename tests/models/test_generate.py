@@ -20,8 +20,7 @@ from redco_eqx._base.tree import to_arrays, to_paths
 from redco_eqx._compiled.communication import communication
 from redco_eqx._sharding.mesh import for_use
 from redco_eqx.models import T5ForConditionalGeneration, beam_search, generate
-from redco_eqx.models._generate.beam_search import _search, check_options
-from redco_eqx.models._generate.beams import Rules
+from redco_eqx.models._generate.beam_search import Rules, _search, check_options
 from redco_eqx.models._generate.generate import _generate, _Options
 from redco_eqx.models._generate.prompt import Prompt, prefill, special_tokens
 from redco_eqx.models._generate.sampling import candidates, sample

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import CONFIGS
 
 from redco_eqx.models import GPT2Config, GPTJConfig, LlamaConfig
-from redco_eqx.models._blocks.rope import Rope
+from redco_eqx.models._blocks.positions import Rope
 from redco_eqx.models._families.registry import FAMILIES, PARTS, read_family
 
 LLAMA3 = {
@@ -37,6 +37,14 @@ def test_an_empty_file_is_the_familys_default():
         config, _ = read_family({"model_type": model_type})
         assert config.head_size * getattr(config, "num_attention_heads", config.num_layers) > 0
         assert config == FAMILIES[model_type][0](), model_type
+
+
+def test_a_misspelt_entry_is_not_taken_for_one_that_is_left_out():
+    config = GPT2Config(n_embd=24)
+    assert config.entry("hidden_size") == config.entry("n_embd") == 24
+    assert config.entry("sliding_window", None) is None
+    with pytest.raises(AttributeError, match="hiden_size"):
+        config.entry("hiden_size")
 
 
 def test_both_spellings_of_rope_are_one():

@@ -212,11 +212,12 @@ def test_parts_that_do_not_fit_are_refused():
 # Schedulers as pure functions.
 
 SHAPE = (2, 3, 4)
+MULTISTEP = {"skip_prk_steps": True}
 ALL = [
     DDPMScheduler(),
     DDIMScheduler(prediction_type="v_prediction"),
     DDIMScheduler(eta=0.5),
-    PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=True),
+    PNDMScheduler(set_alpha_to_one=True),
     PNDMScheduler(set_alpha_to_one=True, prediction_type="v_prediction"),
 ]
 
@@ -281,8 +282,9 @@ def test_what_would_change_the_numbers_is_refused():
         (DDIMScheduler, {"clip_sample": 1}, "clip_sample=1, but it must be: bool"),
         (DDIMScheduler, {"beta_end": "big"}, "beta_end='big', but it must be: float"),
         (DDIMScheduler, {"steps_offset": -1}, "steps_offset=-1"),
-        (PNDMScheduler, {"prediction_type": "sample"}, "prediction_type='sample' is not supported"),
-        (PNDMScheduler, {"timestep_spacing": "karras"}, "timestep_spacing='karras' is not supported"),
+        (PNDMScheduler, {**MULTISTEP, "prediction_type": "sample"}, "prediction_type='sample' is not supp"),
+        (PNDMScheduler, {**MULTISTEP, "timestep_spacing": "karras"}, "timestep_spacing='karras' is not supp"),
+        (PNDMScheduler, {}, "skip_prk_steps=False is not supported, only True"),
     ):
         with pytest.raises(ValueError, match=message):
             kind.from_json(entries)
@@ -305,7 +307,5 @@ def test_bad_numbers_of_steps_are_refused():
             DDIMScheduler().steps(num_steps)
     with pytest.raises(ValueError, match="steps_offset=1 leads 1000 steps to timestep 1000"):
         DDIMScheduler(steps_offset=1).steps(1000)
-    with pytest.raises(ValueError, match="needs more than 3"):
-        PNDMScheduler().steps(3)
     with pytest.raises(ValueError, match="needs a key"):
         denoise(DDPMScheduler(), lambda x, t: x, normal(0), num_steps=2)

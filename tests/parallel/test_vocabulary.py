@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
-from redco_eqx.models._generate.top_k import top_k
+from redco_eqx.models._generate.sampling import largest
 
 ROWS, SIZE, BATCH, LENGTH = 64, 16, 8, 8
 RNG = np.random.default_rng(0)
@@ -185,7 +185,7 @@ def test_the_order_is_numpys_on_every_mesh(mesh):
         batch = rx.batch_sharding(on).spec if shape[0] == 8 else PartitionSpec(None)
         vocabulary = "tensor" if shape[-1] % 8 == 0 else None
         placed = jax.device_put(x, NamedSharding(on, PartitionSpec(*batch, None, vocabulary)))
-        for actual, wanted in zip(jax.jit(functools.partial(top_k, k=k))(placed), expected(x, k)):
+        for actual, wanted in zip(jax.jit(functools.partial(largest, k=k))(placed), expected(x, k)):
             np.testing.assert_array_equal(actual, wanted, err_msg=f"{shape}, {k=}")
 
 
@@ -203,6 +203,6 @@ def test_the_order_is_numpys_on_every_mesh(mesh):
 def test_only_candidates_are_gathered(shape, spec, k, gathered):
     mesh = rx.make_mesh(tensor=4)
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-    found = communication(jax.jit(functools.partial(top_k, k=k)).lower(x).compile(), mesh)
+    found = communication(jax.jit(functools.partial(largest, k=k)).lower(x).compile(), mesh)
     assert {c.shapes for c in found} == gathered
     assert {(c.kind, c.axes) for c in found} <= {("all-gather", ("tensor",))}

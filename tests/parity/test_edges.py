@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from comparison import TOLERANCE, as_in_files, distance, inputs_of, outputs, torch_output
+from comparison import TOLERANCE, as_in_files, inputs_of, outputs, torch_output
 from references import REFERENCES, VOCABULARY
 from safetensors.numpy import load_file, save_file
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from redco_eqx import to_arrays
 from redco_eqx.models import (
-    CLIPTextConfig,
     CLIPTextModel,
     DecoderLM,
     Embedding,
@@ -27,7 +26,7 @@ from redco_eqx.models import (
     load_pretrained,
     save_pretrained,
 )
-from redco_eqx.models._blocks.relative_bias import relative_bias
+from redco_eqx.models._blocks.positions import relative_bias
 from redco_eqx.models._families.registry import FAMILIES
 
 WEIGHTS = "model.safetensors"
@@ -127,18 +126,6 @@ def test_files_in_other_forms_have_the_same_arrays(write, name, directory, refer
             np.testing.assert_array_equal(x, expected[path])
 
 
-@pytest.mark.parametrize("name", ["clip_text", "clip_text_gelu"])
-def test_the_end_token_stands_for_the_text(name, directory, reference):
-    """By the rule of old files the highest of the tokens, and by that of new ones the token that they name."""
-    ids = inputs_of(REFERENCES[name])["input_ids"] % 94
-    ids[0, 7] = ids[1, 11] = ids[1, 20] = ids[2, 23] = 95
-    model = load_pretrained(directory(name))
-    pooled = eqx.filter_jit(lambda model, ids: model.pool(model(ids), ids))(model, jnp.asarray(ids))
-    with torch.no_grad():
-        there = reference(name)(torch.tensor(ids, dtype=torch.long)).pooler_output.numpy()
-    assert distance(np.asarray(pooled), there, {}) <= TOLERANCE
-
-
 def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     text = {**REFERENCES["clip_text"].options}
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -153,15 +140,6 @@ def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     assert arrays.keys() == theirs.keys()
     for path, x in arrays.items():
         np.testing.assert_array_equal(x, theirs[path].detach().numpy())
-
-
-def test_a_pooled_text_needs_one_end_token():
-    config = CLIPTextConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        eos_token_id=(1, 2),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="eos_token_id"):
-        CLIPTextModel(config, key=jax.random.key(0)).pool(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), int))
 
 
 def test_every_distance_has_the_bucket_that_it_has_there():

@@ -22,6 +22,7 @@ TEXTS, NEGATIVE = ["a seven", "the number three"], ["", "dark"]
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 DDIM_SD = {**SD, "clip_sample": False, "set_alpha_to_one": False}
 V = {"prediction_type": "v_prediction"}
+COSINE = {"beta_schedule": "squaredcos_cap_v2"}
 SCHEDULERS = {
     "ddim": diffusers.DDIMScheduler(**DDIM_SD, **V),
     "pndm": diffusers.PNDMScheduler(**SD, skip_prk_steps=True),
@@ -191,8 +192,7 @@ SETTINGS = [
     ("PNDMScheduler", {**SD, "skip_prk_steps": True, "set_alpha_to_one": True, **V}, 7),
     ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "trailing"}, 3),
     ("PNDMScheduler", {"skip_prk_steps": True}, 1),
-    ("PNDMScheduler", {}, 10),
-    ("PNDMScheduler", {"timestep_spacing": "linspace", "beta_schedule": "squaredcos_cap_v2"}, 9),
+    ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "linspace", **COSINE}, 9),
 ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float
 from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import AXES
-from redco_eqx.models._blocks.layers import capped, drops
+from redco_eqx.models._blocks.dropout import drops
+from redco_eqx.models._blocks.layers import capped
 
 Implementation: TypeAlias = Literal["xla", "cudnn"]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 
@@ -13,26 +13,102 @@ Json: TypeAlias = bool | int | float | str | list | dict | None
 """A value in a parsed JSON file."""
 
 C = TypeVar("C", bound="BaseConfig")
+E = TypeVar("E", bound="Entries")
 
 ACTIVATION_ENTRIES = {
     "hidden_act": "", "hidden_activation": "", "activation_function": "", "feed_forward_proj": "gated-",
 }  # fmt: skip
 """Entries that name an activation function, and the prefix that the name may have."""
 
-OUTSIDE = ("rest", "generation", "source")
-"""Fields of a configuration that are not entries of `config.json`."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseConfig:
-    """The base of all configurations, with or without text. Field names are those of `config.json`.
+class Entries:
+    """A dataclass whose fields are the entries of a JSON file.
 
     A field may also be a dataclass that stands for several entries of the file (its `entries`), such as `Rope`.
     It then has its own `to_json` and `from_json`, which also gets the family's default. Or a field may be the
-    configuration of a part of the model, which is an object in the file. A family checks its own values in
-    `__post_init__`.
+    configuration of a part of the model, which is an object in the file.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    """
+
+    file: ClassVar[str] = "config.json"
+    type_entry: ClassVar[str] = "model_type"
+    """The entry that names the kind: `model_type` as in transformers, or `_class_name` as in diffusers."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Common names of entries, mapped to this family's own names. A file may use either."""
+    only: ClassVar[Mapping[str, Json]] = {}
+    """Entries for which only one value is supported. Any other value would change the numbers."""
+    outside: ClassVar[tuple[str, ...]] = ("rest",)
+    """Fields that are not entries of the file."""
+
+    rest: str = "{}"
+
+    def error(self, text: str) -> ValueError:
+        """Return the error for a value that does not fit."""
+        return ValueError(f"{type(self).__name__}: {text}")
+
+    def check(self, name: str, supported: Iterable[str | bool]) -> None:
+        """Raise `ValueError` if the value of a field is not one of those that are supported."""
+        if (x := getattr(self, name)) not in supported:
+            raise self.error(f"{name}={x!r} is not supported, only {', '.join(map(str, supported))}.")
+
+    @classmethod
+    def from_json(cls: type[E], raw: Mapping[str, Json]) -> E:
+        """Read the fields from a parsed file. Entries that are not fields are kept in `rest`.
+
+        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported.
+        """
+        for name, value in cls.only.items():
+            if name in raw and raw[name] != value:
+                raise ValueError(
+                    f"{cls.file}: {name}={raw[name]!r} is not supported, only {value!r}. The numbers would be "
+                    "wrong."
+                )
+        raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
+        values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
+        for field in dataclasses.fields(cls):
+            if isinstance(field.type, type) and issubclass(field.type, Entries):
+                if field.name in raw:
+                    values[field.name] = _read_part(field.name, field.type, raw[field.name])
+                read.add(field.name)
+            elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+                part: Any = field.type
+                if any(name in raw for name in part.entries):  # otherwise the family's default
+                    make: Any = field.default_factory
+                    values[field.name] = part.from_json(raw, make())
+                read |= set(part.entries)
+            elif field.name in raw and field.name not in cls.outside:
+                values[field.name] = _read(field, raw[field.name], cls.file)
+                read.add(field.name)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                missing.append(field.name)
+        if missing:
+            raise ValueError(f"{cls.file}: {', '.join(missing)} is missing, but {cls.__name__} needs it.")
+        rest = {name: x for name, x in raw.items() if name not in read}
+        return cls(**values, rest=json.dumps(rest, sort_keys=True))
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the entries of the file."""
+        entries: dict[str, Json] = json.loads(self.rest)
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Entries):
+                entries[field.name] = x.to_json()
+            elif dataclasses.is_dataclass(x):
+                part: Any = x
+                entries |= part.to_json()
+            elif field.name not in self.outside:
+                entries[field.name] = list(x) if isinstance(x, tuple) else x
+        return entries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseConfig(Entries):
+    """The base of all configurations, with or without text. Field names are those of `config.json`.
+
+    A family checks its own values in `__post_init__`.
+
     - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the end and padding
         tokens first from here, and then from the configuration.
     - `source`: the directory that the model was loaded from. `save_pretrained` copies its other files.
@@ -41,16 +117,8 @@ class BaseConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    type_entry: ClassVar[str] = "model_type"
-    """The entry that names the kind of model: `model_type` as in transformers, or `_class_name` as in
-    diffusers.
-    """
     weights: ClassVar[str] = "model"
     """The stem of the names of weight files, before `.safetensors`."""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Common names of entries, mapped to this family's own names. A file may use either."""
-    only: ClassVar[Mapping[str, Json]] = {}
-    """Entries for which only one value is supported. Any other value would change the logits."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of sizes, besides width and heads, in which the first must be a multiple of the second."""
     has_positions: ClassVar[bool] = False
@@ -59,29 +127,27 @@ class BaseConfig:
     """Projections that files store as one matrix, with outputs side by side: the name in the file, and the
     projections in the order of the fields.
     """
+    outside = ("rest", "generation", "source")
 
-    rest: str = "{}"
     generation: str = "{}"
     source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, prefix in ACTIVATION_ENTRIES.items():
             if getattr(self, name, "relu").removeprefix(prefix) not in ACTIVATIONS:
-                raise ValueError(
-                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is not supported, only "
-                    f"{', '.join(ACTIVATIONS)}."
-                )
-        heads = () if self.entry("head_dim") else (("hidden_size", "num_attention_heads"),)
+                self.check(name, ACTIVATIONS)
+        heads = () if self.entry("head_dim", None) else (("hidden_size", "num_attention_heads"),)
         for pair in (*heads, *self.multiples):
-            (size, features), (count, number) = ((self.aliases.get(x, x), self.entry(x)) for x in pair)
+            (size, features), (count, number) = ((self.aliases.get(x, x), self.entry(x, None)) for x in pair)
             if features is not None and number is not None and (number <= 0 or features % number):
-                raise ValueError(
-                    f"{type(self).__name__}: {size}={features} is not a multiple of {count}={number}."
-                )
+                raise self.error(f"{size}={features} is not a multiple of {count}={number}.")
 
-    def entry(self, name: str) -> Any:
-        """Return the entry that most families call `name`, or `None`."""
-        return getattr(self, self.aliases.get(name, name), None)
+    def entry(self, name: str, *default: Any) -> Any:
+        """Return the entry that most families call `name`, or the default if this family has no such entry.
+
+        Raises `AttributeError` without a default.
+        """
+        return getattr(self, self.aliases.get(name, name), *default)
 
     @property
     def num_layers(self) -> int:
@@ -91,17 +157,17 @@ class BaseConfig:
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
-        return self.entry("num_key_value_heads") or self.entry("num_attention_heads")
+        return self.entry("num_key_value_heads", None) or self.entry("num_attention_heads")
 
     @property
     def head_size(self) -> int:
         """Features of one head."""
-        return self.entry("head_dim") or self.entry("hidden_size") // self.entry("num_attention_heads")
+        return self.entry("head_dim", None) or self.entry("hidden_size") // self.entry("num_attention_heads")
 
     @property
     def window(self) -> int | None:
         """The number of tokens back, itself included, that a token may see; `None` for all."""
-        return self.entry("sliding_window")
+        return self.entry("sliding_window", None)
 
     @property
     def windowed(self) -> tuple[bool, ...] | None:
@@ -131,55 +197,10 @@ class BaseConfig:
                 _read(field, raw[field.name], "generation_config.json")
         return dataclasses.replace(self, generation=json.dumps(raw, sort_keys=True), source=source)
 
-    @classmethod
-    def from_json(cls: type[C], raw: Mapping[str, Json]) -> C:
-        """Read the configuration from a parsed `config.json`.
-
-        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported.
-        """
-        for name, value in cls.only.items():
-            if name in raw and raw[name] != value:
-                raise ValueError(
-                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. The model would "
-                    "compute wrong results."
-                )
-        raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
-        values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
-        for field in dataclasses.fields(cls):
-            if isinstance(field.type, type) and issubclass(field.type, BaseConfig):
-                if field.name in raw:
-                    values[field.name] = _read_part(field.name, field.type, raw[field.name])
-                read.add(field.name)
-            elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-                part: Any = field.type
-                if any(name in raw for name in part.entries):  # otherwise the family's default
-                    make: Any = field.default_factory
-                    values[field.name] = part.from_json(raw, make())
-                read |= set(part.entries)
-            elif field.name in raw and field.name not in OUTSIDE:
-                values[field.name] = _read(field, raw[field.name])
-                read.add(field.name)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                missing.append(field.name)
-        if missing:
-            raise ValueError(f"config.json: {', '.join(missing)} is missing, but {cls.__name__} needs it.")
-        rest = {name: x for name, x in raw.items() if name not in read}
-        return cls(**values, rest=json.dumps(rest, sort_keys=True))
-
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`."""
-        entries: dict[str, Json] = json.loads(self.rest)
-        for field in dataclasses.fields(self):
-            x = getattr(self, field.name)
-            if isinstance(x, BaseConfig):
-                entries[field.name] = x.to_json()
-            elif dataclasses.is_dataclass(x):
-                part: Any = x
-                entries |= part.to_json()
-            elif field.name not in OUTSIDE:
-                entries[field.name] = list(x) if isinstance(x, tuple) else x
         named = {"architectures": [self.architecture]} if self.type_entry == "model_type" else {}
-        return {**entries, self.type_entry: self.model_type, **named}
+        return {**super().to_json(), self.type_entry: self.model_type, **named}
 
     def to_file(self, *, dtype: str, architecture: str | None) -> dict[str, Json]:
         """Return `to_json`, with the entries that transformers adds for the dtype and, if there are several,
@@ -192,7 +213,7 @@ class BaseConfig:
         return entries
 
 
-def _read_part(name: str, kind: type[C], raw: Json) -> C:
+def _read_part(name: str, kind: Any, raw: Json) -> Any:
     """Read the configuration of a part of a model."""
     found = raw.get("model_type") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or found != kind.model_type:
@@ -237,7 +258,9 @@ class Labels:
         """Read the names. Raises `ValueError` if they are not numbered from 0."""
         names, num = raw.get("id2label"), raw.get("num_labels")
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
-            return cls.of(_read_count(num))
+            if type(num) is not int or not 1 <= num <= 2**20:
+                raise ValueError(f"config.json: num_labels={num!r}, but it must be an integer from 1 to 2**20.")
+            return cls.of(num)
         if names is None:
             return default
         if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):
@@ -252,13 +275,7 @@ class Labels:
         }
 
 
-def _read_count(value: Json) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
-        raise ValueError(f"config.json: num_labels={value!r}, but it must be an integer from 1 to 2**20.")
-    return value
-
-
-def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> Json | tuple:
+def _read(field: dataclasses.Field, value: Json, file: str) -> Json | tuple:
     """Convert the value to the field's type. JSON has no tuples, and some files write `0` for a float `0.0`."""
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     found = tuple(value) if isinstance(value, list) else value

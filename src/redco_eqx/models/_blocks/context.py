@@ -14,7 +14,8 @@ from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.vocabulary import embed
 from redco_eqx.models._blocks.attention import Implementation, attend
-from redco_eqx.models._blocks.layers import Embedding, dropout, drops
+from redco_eqx.models._blocks.dropout import dropout, drops
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding
 
 
 class Cache(eqx.Module):
@@ -59,6 +60,9 @@ LayerCache: TypeAlias = tuple[
 ]
 """Keys and values of all layers, and the number of the current layer."""
 
+Ids: TypeAlias = Int[Array, "b t"]
+"""Tokens."""
+
 Hidden: TypeAlias = Float[Array, "b t size"]
 """The stream between layers."""
 
@@ -100,7 +104,7 @@ class Context:
     windowed: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     real: Bool[Array, "b t"] | None = None
 
-    def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Hidden:
+    def embed(self, table: Embedding, ids: Ids) -> Hidden:
         """Look up rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
         return embed(table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel)
 
@@ -109,6 +113,20 @@ class Context:
     ) -> tuple[Array, ...]:
         """Compute the outputs of sibling projections, by `redco_eqx.column`."""
         return column(x, *layers, unit=unit, sequence_parallel=self.sequence_parallel)
+
+    def mlp(
+        self,
+        x: Hidden,
+        first: Callable[[Array], Array],
+        activation: str,
+        last: Callable[[Array], Array],
+        layer: eqx.nn.Dropout | None = None,
+        key: Key | None = None,
+    ) -> Hidden:
+        """Apply two projections with an activation between them, and dropout after it if there is any."""
+        (hidden,) = self.column(x, first)
+        hidden = ACTIVATIONS[activation](hidden)
+        return self.row(hidden if layer is None else dropout(layer, hidden, key), last)
 
     def row(
         self,
@@ -196,88 +214,3 @@ class Context:
             implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
         )  # fmt: skip
         return rearrange(output, "b t h d -> b t (h d)")
-
-
-def check_tokens(
-    input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
-) -> None:
-    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has the wrong shape, or a text is too long."""
-    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
-        raise ValueError(
-            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
-            "A single text is input_ids[None]."
-        )
-    num_slots = input_ids.shape[1] if cache is None else cache.mask.shape[1]
-    shape, by_token = input_ids.shape, (*input_ids.shape, num_slots)
-    if attention_mask is not None and attention_mask.shape not in (shape, by_token):
-        raise ValueError(
-            f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
-            f"{shape}: 1 for each token, 0 for padding. Or {by_token}: what each token sees."
-        )
-    is_branching = attention_mask is not None and attention_mask.ndim == 3
-    if max_positions is not None and shape[1] > max_positions and not is_branching:
-        raise ValueError(
-            f"input_ids has {shape[1]} tokens a row, but the model has a table of {max_positions} "
-            "positions. Truncate the texts, or pass them in parts."
-        )
-
-
-def make_context(
-    input_ids: Int[Array, "b t"],
-    attention_mask: Array | None,
-    positions: Int[Array, "b t"] | None,
-    cache: Cache | None,
-    *,
-    window: int | None = None,
-    windowed: tuple[bool, ...] | None = None,
-    implementation: Implementation | None,
-    sequence_parallel: bool = False,
-    causal: bool = True,
-) -> tuple[Context, Cache | None]:
-    """Make the context of some tokens, and the cache with these tokens but without their keys and values, which
-    the layers add.
-
-    **Arguments:**
-
-    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, the slots (without
-        a cache: the tokens of this call) that each token sees.
-    - `positions`: positions of the tokens; by default counted from the mask.
-    - `window`: the number of tokens back, itself included, that a token may see.
-    - `windowed`: for each layer, whether it has the window; by default all have it.
-    - `causal`: whether a token sees only the tokens up to itself, or, without a cache, all.
-    """
-    size, num_tokens = input_ids.shape
-    given = jnp.ones((size, num_tokens), bool)
-    if attention_mask is not None and attention_mask.ndim == 2:
-        given = attention_mask.astype(bool)
-    num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
-    if window is not None and attention_mask is None and positions is None and cache is None:
-        window = window if window < num_tokens else None  # a window as long as the text hides nothing
-    if positions is None:
-        positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
-    if cache is None:
-        valid, slot_positions, length, first = given, positions, None, jnp.zeros((), jnp.int32)
-    else:
-        first = length = cache.length
-        valid, slot_positions = (
-            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis=1)
-            for old, new in ((cache.mask, given), (cache.positions, positions))
-        )
-        cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
-    if attention_mask is not None and attention_mask.ndim == 3:
-        mask = attention_mask.astype(bool)[:, None]
-    elif cache is None and attention_mask is None and window is None:
-        mask = None
-    elif not causal:
-        mask = valid[:, None, None, :]
-    else:
-        before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
-        mask = before[None, None] & valid[:, None, None, :]
-    near = mask
-    if mask is not None and window is not None:  # by position, because padding may lie between two slots
-        near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
-    context = Context(
-        positions, near if windowed is None else mask, length, implementation, sequence_parallel, causal,
-        window_mask=near, windowed=windowed, real=given,
-    )  # fmt: skip
-    return context, cache

@@ -3,22 +3,22 @@
 import abc
 import functools
 import itertools
-from typing import Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, tensor_size, traced_mesh
 from redco_eqx._parallel.scan import keep_products_and_row_out
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Hidden, Memory
-from redco_eqx.models._blocks.decoder import Decoder
-from redco_eqx.models._blocks.layers import split_key
+from redco_eqx.models._blocks.context import Cache, Hidden, Ids, Memory
+from redco_eqx.models._blocks.decoder import Decoder, Reading
+from redco_eqx.models._blocks.dropout import split_key
 from redco_eqx.models._blocks.model import Options, unstack
 
 
@@ -87,14 +87,7 @@ class EncoderDecoder(Decoder):
         return Memory(key, value, mask)
 
     def decode(
-        self,
-        decoder_input_ids: Int[Array, "b t"],
-        memory: Memory,
-        *,
-        attention_mask: Array | None = None,
-        positions: Int[Array, "b t"] | None = None,
-        cache: Cache | None = None,
-        key: Key | None = None,
+        self, decoder_input_ids: Ids, memory: Memory, **reading: Unpack[Reading]
     ) -> tuple[Hidden, Cache | None]:
         """Return the input of the head, and the cache with these tokens added.
 
@@ -112,10 +105,7 @@ class EncoderDecoder(Decoder):
                 f"decode: decoder_input_ids has {decoder_input_ids.shape[0]} rows, which is not a multiple of "
                 f"the {memory.mask.shape[0]} that were encoded."
             )
-        return self._run(
-            decoder_input_ids, memory,
-            attention_mask=attention_mask, positions=positions, cache=cache, key=key,
-        )[:2]  # fmt: skip
+        return self._run(decoder_input_ids, memory, **reading)[:2]
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         tokens = self.example_tokens(batch_size)
@@ -124,7 +114,7 @@ class EncoderDecoder(Decoder):
     def hidden_states(
         self,
         inputs: Array,
-        decoder_input_ids: Int[Array, "b t"],
+        decoder_input_ids: Ids,
         *,
         attention_mask: Array | None = None,
         decoder_attention_mask: Array | None = None,
@@ -135,15 +125,7 @@ class EncoderDecoder(Decoder):
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
         return self.decode(decoder_input_ids, memory, attention_mask=decoder_attention_mask, key=decoder_key)[0]
 
-    def __call__(
-        self,
-        inputs: Array,
-        decoder_input_ids: Int[Array, "b t"],
-        *,
-        attention_mask: Array | None = None,
-        decoder_attention_mask: Array | None = None,
-        key: Key | None = None,
-    ) -> Float[Array, "b t vocab"]:
+    def __call__(self, inputs: Array, decoder_input_ids: Ids, **options: Any) -> Float[Array, "b t vocab"]:
         """Compute the logits of the next token after each token of the decoder.
 
         **Arguments:**
@@ -154,16 +136,10 @@ class EncoderDecoder(Decoder):
         - `key`: for dropout, which needs a key and a model that is not in inference mode
             (`eqx.nn.inference_mode`).
         """
-        hidden = self.hidden_states(
-            inputs, decoder_input_ids,
-            attention_mask=attention_mask, decoder_attention_mask=decoder_attention_mask, key=key,
-        )  # fmt: skip
-        return self.logits(hidden)
+        return self.logits(self.hidden_states(inputs, decoder_input_ids, **options))
 
 
-def shift_right(
-    labels: Int[Array, "b t"], start: int, *, pad: int, ignore_label: int = -100
-) -> Int[Array, "b t"]:
+def shift_right(labels: Ids, start: int, *, pad: int, ignore_label: int = -100) -> Ids:
     """Return the decoder's input for predicting `labels`: a start token, then all labels except the last.
 
     **Arguments:**

@@ -44,7 +44,7 @@ class ExpertMatrix(eqx.Module):
 
 def mix_experts(
     x: Hidden,
-    scores: Float[Array, "b t experts"],
+    probabilities: Float[Array, "b t experts"],
     gate: ExpertMatrix,
     up: ExpertMatrix,
     down: ExpertMatrix,
@@ -63,12 +63,12 @@ def mix_experts(
 
     **Arguments:**
 
-    - `scores`: the router's output.
+    - `probabilities`: the softmax of the router's output, in float32.
     - `gate`, `up`, `down`: the projections of all experts.
     - `num_chosen`: the number of experts per token.
     - `normalise`: true if the weights of a token's experts add up to 1.
     - `activation`: applied to the gate.
-    - `sequence_parallel`: pass true if `x`, `scores` and the output are split over `tensor` along the tokens.
+    - `sequence_parallel`: pass true if the stream is split over `tensor` along the tokens.
     """
 
     @jax.named_scope("redco_eqx.row")
@@ -76,13 +76,9 @@ def mix_experts(
         groups, dense = (functools.partial(kind, activation) for kind in (in_groups, all_for_all))
         return jax.lax.platform_dependent(*given, tpu=groups, default=dense)
 
-    def route(scores: Array) -> tuple[Array, Array]:
-        probabilities = jax.nn.softmax(scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), axis=-1)
+    def body(x: Array, probabilities: Array, *matrices: Array) -> tuple[Array, Array]:
         weights, chosen = jax.lax.top_k(probabilities, num_chosen)
-        return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights, chosen
-
-    def body(x: Array, scores: Array, *matrices: Array) -> tuple[Array, Array]:
-        weights, chosen = route(scores)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
         if sequence_parallel:
             whole = (jax.lax.all_gather(y, "tensor", axis=1, tiled=True) for y in (x, weights, chosen))
             output = mix(*whole, *matrices)
@@ -97,7 +93,7 @@ def mix_experts(
     is_split = tensor_size(mesh) > 1 and down.in_features % tensor_size(mesh) == 0
     sequence_parallel = sequence_parallel and is_split
     if mesh is None or mesh.size == 1:
-        output, chosen = body(x, scores, *matrices)
+        output, chosen = body(x, probabilities, *matrices)
     else:
         if sequence_parallel:
             check_sequence("mix_experts", x, mesh)
@@ -106,7 +102,7 @@ def mix_experts(
         column, row = PartitionSpec(None, axis), PartitionSpec(None, None, axis)
         output, chosen = jax.shard_map(
             body, mesh=mesh, in_specs=(inner, inner, column, column, row), out_specs=(inner, inner)
-        )(x, scores, *matrices)
+        )(x, probabilities, *matrices)
     return checkpoint_name(output, "row_out"), chosen
 
 
@@ -138,12 +134,11 @@ def all_for_all(
 
 
 def routing_sums(
-    scores: Float[Array, "b t experts"], chosen: Chosen, real: Bool[Array, "b t"] | None
+    probabilities: Float[Array, "b t experts"], chosen: Chosen, real: Bool[Array, "b t"] | None
 ) -> Float[Array, "2 experts"]:
     """Return, for each expert, the number of times that it was chosen, and the sum of its probabilities, over
     the tokens that are not padding.
     """
-    weights = jnp.ones(scores.shape[:2]) if real is None else real.astype(jnp.float32)
-    probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
-    times = jnp.sum(chosen[..., None] == jnp.arange(scores.shape[-1]), axis=2)
+    weights = jnp.ones(chosen.shape[:2]) if real is None else real.astype(jnp.float32)
+    times = jnp.sum(chosen[..., None] == jnp.arange(probabilities.shape[-1]), axis=2)
     return jnp.stack([jnp.einsum("bt,bte->e", weights, y.astype(jnp.float32)) for y in (times, probabilities)])

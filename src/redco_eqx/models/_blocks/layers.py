@@ -42,6 +42,12 @@ class Linear(eqx.Module):
         return x if self.bias is None else x + self.bias
 
 
+def make_linears(key: Key, *sizes: tuple[int, int], use_bias: bool = True, std: float) -> list[Linear]:
+    """Return a Linear for each pair of sizes: the features in, and those out."""
+    keys = jax.random.split(key, len(sizes))
+    return [Linear(*pair, use_bias=use_bias, std=std, key=key) for pair, key in zip(sizes, keys)]
+
+
 class Embedding(eqx.Module):
     """A table with one row per token or position. Padding adds rows beyond `num_embeddings`."""
 
@@ -143,29 +149,6 @@ def capped(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def add_and_norm(
-    x: Float[Array, "*batch size"],
-    y: Float[Array, "*batch size"],
-    norm: LayerNorm | RMSNorm,
-    layer: eqx.nn.Dropout,
-    key: Key | None,
-) -> Float[Array, "*batch size"]:
-    """Return `norm(x + dropout(y))`, the end of a layer with normalisation after, not before (Vaswani et al.
-    2017).
-    """
-    return norm(x + dropout(layer, y, key))
-
-
-def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
-    """Apply dropout if there is a key and the model is in training mode."""
-    return x if key is None else layer(x, key=key)
-
-
-def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
-    """Return true if `dropout` changes anything."""
-    return key is not None and not layer.inference and layer.p != 0
-
-
-def split_key(key: Key | None, num: int) -> list[Key] | list[None]:
-    """Return `num` keys, or `num` times `None`."""
-    return [None] * num if key is None else list(jax.random.split(key, num))
+def maybe(layer: Callable[[Array], Array] | None, x: Array) -> Array:
+    """Apply a layer that a family may leave out (`None`)."""
+    return x if layer is None else layer(x)

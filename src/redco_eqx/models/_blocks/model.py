@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from redco_eqx._base.protocols import Key
+from redco_eqx._base.tree import to_arrays
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Context, Hidden, Memory
+from redco_eqx.models._blocks.context import Cache, Context, Hidden, Ids, Memory
 
 
 class Options(TypedDict, total=False):
@@ -104,6 +105,90 @@ class Model(eqx.Module):
         return jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
 
 
+def _check_tokens(
+    input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
+) -> None:
+    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has another shape, or a text is too long."""
+    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
+            "A single text is input_ids[None]."
+        )
+    num_slots = input_ids.shape[1] if cache is None else cache.mask.shape[1]
+    shape, by_token = input_ids.shape, (*input_ids.shape, num_slots)
+    if attention_mask is not None and attention_mask.shape not in (shape, by_token):
+        raise ValueError(
+            f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
+            f"{shape}: 1 for each token, 0 for padding. Or {by_token}: what each token sees."
+        )
+    is_branching = attention_mask is not None and attention_mask.ndim == 3
+    if max_positions is not None and shape[1] > max_positions and not is_branching:
+        raise ValueError(
+            f"input_ids has {shape[1]} tokens a row, but the model has a table of {max_positions} "
+            "positions. Truncate the texts, or pass them in parts."
+        )
+
+
+def make_context(
+    model: Model,
+    input_ids: Ids,
+    attention_mask: Array | None,
+    positions: Ids | None,
+    cache: Cache | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[Context, Cache | None]:
+    """Make the context of some tokens, and the cache with these tokens but without their keys and values, which
+    the layers add. Raises `ValueError` for arrays that do not fit.
+
+    **Arguments:**
+
+    - `model`: its `Options` say how to run the layers, and its configuration which of them have a window.
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, the slots (without
+        a cache: the tokens of this call) that each token sees.
+    - `positions`: positions of the tokens; by default counted from the mask.
+    - `causal`: whether a token sees only the tokens up to itself, or, without a cache, all.
+    """
+    _check_tokens(input_ids, attention_mask, model.config.max_positions, cache)
+    window, windowed = model.config.window, model.config.windowed
+    sequence_parallel = model.sequence_parallel and cache is None
+    size, num_tokens = input_ids.shape
+    given = jnp.ones((size, num_tokens), bool)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        given = attention_mask.astype(bool)
+    num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
+    if window is not None and attention_mask is None and positions is None and cache is None:
+        window = window if window < num_tokens else None  # a window as long as the text hides nothing
+    if positions is None:
+        positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
+    if cache is None:
+        valid, slot_positions, length, first = given, positions, None, jnp.zeros((), jnp.int32)
+    else:
+        first = length = cache.length
+        valid, slot_positions = (
+            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis=1)
+            for old, new in ((cache.mask, given), (cache.positions, positions))
+        )
+        cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
+    if attention_mask is not None and attention_mask.ndim == 3:
+        mask = attention_mask.astype(bool)[:, None]
+    elif cache is None and attention_mask is None and window is None:
+        mask = None
+    elif not causal:
+        mask = valid[:, None, None, :]
+    else:
+        before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+        mask = before[None, None] & valid[:, None, None, :]
+    near = mask
+    if mask is not None and window is not None:  # by position, because padding may lie between two slots
+        near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
+    context = Context(
+        positions, near if windowed is None else mask, length, model.attention, sequence_parallel, causal,
+        window_mask=near, windowed=windowed, real=given,
+    )  # fmt: skip
+    return context, cache
+
+
 def make_layers(
     make_layer: Callable[..., eqx.Module],
     config: BaseConfig,
@@ -124,7 +209,7 @@ def make_layers(
 
 def count_layers(layers: PyTree) -> int:
     """Return the number of layers, in a list or stacked."""
-    return len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
+    return len(layers) if isinstance(layers, list) else next(iter(to_arrays(layers).values())).shape[0]
 
 
 def unstack(layers: PyTree) -> list[PyTree]:

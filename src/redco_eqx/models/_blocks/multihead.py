@@ -1,82 +1,94 @@
-"""Multi-head attention with separate projections for query, key, value and output, as in files."""
+"""Multi-head attention with separate projections for query, key and value, as in files."""
+
+from typing import ClassVar
 
 import equinox as eqx
-import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
-from redco_eqx.models._blocks.layers import Linear
+from redco_eqx.models._blocks.layers import Linear, make_linears
 
 
-class MultiHeadAttention(eqx.Module):
-    """Attention as in OPT and BART: over the tokens themselves (`__call__`), or over the encoder's
-    (`over_memory`).
-    """
+class HeadsAttention(eqx.Module):
+    """Attention over the tokens themselves (`__call__`), or over the encoder's (`over_memory`)."""
+
+    dropout: eqx.nn.Dropout
+    num_heads: int = eqx.field(static=True)
+
+    names: ClassVar[tuple[str, ...]]
+    """The fields of the projections for query, key, value and output. A module beside it may have the last."""
+    scale: ClassVar[float | None] = None
+    """The factor on the scores; one over the root of the head size by default."""
+
+    @property
+    def projections(self) -> list[Linear]:
+        """The projections for query, key, value and output."""
+        return [getattr(self, name) for name in self.names]
+
+    @property
+    def head_size(self) -> int:
+        """Features of one head."""
+        return self.projections[0].out_features // self.num_heads
+
+    def heads(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
+        """Return the outputs of the heads side by side, which the output projection reads."""
+        qkv = context.column(x, *self.projections[:3], unit=self.head_size)
+        q, k, v = (split_heads(y, self.head_size) for y in qkv)
+        return context.attend(q, k, v, cache, scale=self.scale, dropout=self.dropout, dropout_key=key)
+
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+        heads, cache = self.heads(x, context, cache, key)
+        return context.row(heads, self.projections[3], unit=self.head_size), cache
+
+    def over_memory(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
+        """Compute cross-attention. The encoder's keys and values are in the context."""
+        query, *_, output = self.projections
+        (q,) = context.column(x, query, unit=self.head_size)
+        q = split_heads(q, self.head_size)
+        heads = context.cross_attend(q, scale=self.scale, dropout=self.dropout, dropout_key=key)
+        return context.row(heads, output, unit=self.head_size)
+
+
+class MultiHeadAttention(HeadsAttention):
+    """Attention as in OPT and BART."""
 
     q_proj: Linear
     k_proj: Linear
     v_proj: Linear
     out_proj: Linear
-    dropout: eqx.nn.Dropout
-    num_heads: int = eqx.field(static=True)
+
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
 
     def __init__(
         self, size: int, num_heads: int, *, use_bias: bool = True, dropout: float, std: float, key: Key
     ):
-        q_key, k_key, v_key, out_key = jax.random.split(key, 4)
-        self.q_proj = Linear(size, size, use_bias=use_bias, std=std, key=q_key)
-        self.k_proj = Linear(size, size, use_bias=use_bias, std=std, key=k_key)
-        self.v_proj = Linear(size, size, use_bias=use_bias, std=std, key=v_key)
-        self.out_proj = Linear(size, size, use_bias=use_bias, std=std, key=out_key)
-        self.dropout = eqx.nn.Dropout(dropout)
-        self.num_heads = num_heads
-
-    @property
-    def head_size(self) -> int:
-        """Features of one head."""
-        return self.q_proj.out_features // self.num_heads
-
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
-        size = self.head_size
-        qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
-        q, k, v = (split_heads(y, size) for y in qkv)
-        heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        return context.row(heads, self.out_proj, unit=size), cache
-
-    def over_memory(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
-        """Compute cross-attention. The encoder's keys and values are in the context."""
-        size = self.head_size
-        (q,) = context.column(x, self.q_proj, unit=size)
-        heads = context.cross_attend(split_heads(q, size), dropout=self.dropout, dropout_key=key)
-        return context.row(heads, self.out_proj, unit=size)
-
-
-class SelfAttention(eqx.Module):
-    """Self-attention as in BERT and ViT: a module beside it has the output projection."""
-
-    query: Linear
-    key: Linear
-    value: Linear
-    dropout: eqx.nn.Dropout
-    num_heads: int = eqx.field(static=True)
-
-    def __init__(
-        self, size: int, num_heads: int, *, use_bias: bool = True, dropout: float, std: float, key: Key
-    ):
-        keys = jax.random.split(key, 3)
-        self.query, self.key, self.value = (
-            Linear(size, size, use_bias=use_bias, std=std, key=key) for key in keys
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = make_linears(
+            key, *[(size, size)] * 4, use_bias=use_bias, std=std
         )
         self.dropout = eqx.nn.Dropout(dropout)
         self.num_heads = num_heads
 
-    def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
-        """Return the outputs of the heads side by side, which the output projection reads."""
-        size = self.query.out_features // self.num_heads
-        qkv = context.column(x, self.query, self.key, self.value, unit=size)
-        q, k, v = (split_heads(y, size) for y in qkv)
-        return context.attend(q, k, v, None, dropout=self.dropout, dropout_key=key)[0]
+
+class SelfAttention(HeadsAttention):
+    """Attention as in BERT and ViT: a module beside it has the output projection."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+
+    names = ("query", "key", "value")
+
+    def __init__(
+        self, size: int, num_heads: int, *, use_bias: bool = True, dropout: float, std: float, key: Key
+    ):
+        self.query, self.key, self.value = make_linears(key, *[(size, size)] * 3, use_bias=use_bias, std=std)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.num_heads = num_heads
 
 
 class Dense(eqx.Module):
@@ -84,5 +96,9 @@ class Dense(eqx.Module):
 
     dense: Linear
 
-    def __init__(self, in_features: int, out_features: int, *, std: float, key: Key):
-        self.dense = Linear(in_features, out_features, std=std, key=key)
+
+def pool_first(pooler: Dense | None, hidden: Hidden) -> Float[Array, "b size"]:
+    """Return a vector for the whole input, which the pooler makes of its first token."""
+    if pooler is None:
+        raise ValueError("pool: this model has no pooler, because its head does not use one.")
+    return jnp.tanh(pooler.dense(hidden[:, 0]))

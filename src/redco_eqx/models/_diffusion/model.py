@@ -1,11 +1,70 @@
-"""A model of images whose stages differ, so that no layers can be stacked."""
+"""A part of a pipeline of diffusers: its `config.json`, and the model, whose stages differ."""
 
+import dataclasses
 from typing import Unpack
 
 from jaxtyping import Array
 
+from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options
-from redco_eqx.models._diffusion.config import DiffusersConfig
+
+VERSION = "0.35.0"
+"""The version of diffusers whose format is written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagesConfig(BaseConfig):
+    """The configuration of a model in stages, one for each size of image. In files, the name of its class is
+    `_class_name`, not `model_type`.
+
+    In `only`, a family lists all options of diffusers' class that it does not support and that would change
+    numbers.
+
+    - `block_out_channels`: the channels of each stage, from the largest images to the smallest.
+    - `norm_num_groups`: the number of groups of every norm.
+    """
+
+    type_entry = "_class_name"
+    weights = "diffusion_pytorch_model"
+
+    block_out_channels: tuple[int, ...]
+    norm_num_groups: int = 32
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the entries of `config.json`."""
+        return {"_diffusers_version": VERSION, **super().to_json()}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of stages."""
+        return len(self.block_out_channels)
+
+    def per_stage(self, name: str) -> tuple[int, ...]:
+        """Return an entry as one number for each stage. The file has one number for all stages or one for each.
+
+        Raises `ValueError` if there is not one number for each stage.
+        """
+        value = getattr(self, name)
+        found = (value,) * self.num_layers if isinstance(value, int) else value
+        if len(found) != self.num_layers:
+            raise self.error(
+                f"{name}={value!r} has {len(found)} numbers, but there are {self.num_layers} stages."
+            )
+        return found
+
+    def check_stages(self, **allowed: tuple[str, ...]) -> None:
+        """Raise `ValueError` for kinds of stages that are not `allowed`, another number of them, or channels
+        that do not divide into the groups of a norm.
+        """
+        for entry, kinds in allowed.items():
+            found = getattr(self, entry)
+            if len(found) != self.num_layers or not set(found) <= set(kinds):
+                expected = f"{self.num_layers} (as in block_out_channels) of {', '.join(kinds)}"
+                raise self.error(f"{entry}={list(found)}, but it must be {expected}.")
+        for channels in self.block_out_channels:
+            if channels % self.norm_num_groups:
+                groups = f"norm_num_groups={self.norm_num_groups}"
+                raise self.error(f"{channels} of block_out_channels is not a multiple of {groups}.")
 
 
 class ImageModel(Model):
@@ -13,7 +72,7 @@ class ImageModel(Model):
     writes.
     """
 
-    def __init__(self, config: DiffusersConfig, *, stacked: bool, **options: Unpack[Options]):
+    def __init__(self, config: StagesConfig, *, stacked: bool, **options: Unpack[Options]):
         name = type(self).__name__
         if stacked:
             raise ValueError(f"{name}: stacked=True, but its stages differ. Leave it out.")

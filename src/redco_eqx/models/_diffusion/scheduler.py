@@ -1,19 +1,18 @@
-"""The base of diffusion schedulers: the noise at each timestep, and their files."""
+"""The base of diffusion schedulers: the noise at each timestep, their files, and the whole trajectory."""
 
 import abc
 import dataclasses
-import json
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx.models._blocks.config import Json
-
-S = TypeVar("S", bound="Scheduler")
+from redco_eqx._base.protocols import Key
+from redco_eqx.models._blocks.config import Entries, Json
 
 Column: TypeAlias = Array | np.ndarray
 """A number for each row of `steps`, or the number of a single row."""
@@ -31,7 +30,7 @@ class Trajectory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scheduler(abc.ABC):
+class Scheduler(Entries, abc.ABC):
     """A scheduler adds noise to training samples, and removes noise step by step.
 
     Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and has no
@@ -52,11 +51,13 @@ class Scheduler(abc.ABC):
     - `prediction_type`: the model's output: the noise (`epsilon`); `v_prediction`, see `target`; or the clean
         `sample`.
     - `timestep_spacing`, `steps_offset`: the choice of a trajectory's timesteps (Lin et al. 2024, table 2).
-    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged. Those of other
+        schedulers have no effect, as in diffusers.
     """
 
-    only: ClassVar[Mapping[str, Json]] = {"trained_betas": None}
-    """Entries with one supported value each; any other value would change the numbers."""
+    file = "scheduler_config.json"
+    type_entry = "_class_name"
+    only = {"trained_betas": None}
     predictions: ClassVar[tuple[str, ...]] = PREDICTIONS
 
     num_train_timesteps: int = 1000
@@ -66,24 +67,14 @@ class Scheduler(abc.ABC):
     prediction_type: str = "epsilon"
     timestep_spacing: str = "leading"
     steps_offset: int = 0
-    rest: str = "{}"
 
     def __post_init__(self) -> None:
-        self._check("beta_schedule", BETA_SCHEDULES)
-        self._check("timestep_spacing", SPACINGS)
-        self._check("prediction_type", self.predictions)
+        self.check("beta_schedule", BETA_SCHEDULES)
+        self.check("timestep_spacing", SPACINGS)
+        self.check("prediction_type", self.predictions)
         if self.num_train_timesteps < 1 or self.steps_offset < 0:
-            raise ValueError(
-                f"{type(self).__name__}: num_train_timesteps={self.num_train_timesteps} and "
-                f"steps_offset={self.steps_offset}, but they must be at least 1 and 0."
-            )
-
-    def _check(self, name: str, supported: tuple[str, ...]) -> None:
-        if getattr(self, name) not in supported:
-            raise ValueError(
-                f"{type(self).__name__}: {name}={getattr(self, name)!r} is not supported, only "
-                f"{', '.join(supported)}."
-            )
+            found = f"num_train_timesteps={self.num_train_timesteps} and steps_offset={self.steps_offset}"
+            raise self.error(f"{found}, but they must be at least 1 and 0.")
 
     @property
     def is_random(self) -> bool:
@@ -115,9 +106,7 @@ class Scheduler(abc.ABC):
         """
         num = self.num_train_timesteps
         if not 1 <= num_steps <= num:
-            raise ValueError(
-                f"{type(self).__name__}: num_steps={num_steps}, but there are {num} timesteps to choose from."
-            )
+            raise self.error(f"num_steps={num_steps}, but there are {num} timesteps to choose from.")
         if self.timestep_spacing == "linspace":
             found = np.linspace(0, num - 1, num_steps).round()
         elif self.timestep_spacing == "leading":
@@ -126,13 +115,13 @@ class Scheduler(abc.ABC):
             found = np.round(np.arange(num, 0, -num / num_steps))[::-1] - 1
         timesteps = found.astype(np.int32)[::-1]
         if timesteps[0] >= num:
-            raise ValueError(
-                f"{type(self).__name__}: steps_offset={self.steps_offset} leads {num_steps} steps to timestep "
+            raise self.error(
+                f"steps_offset={self.steps_offset} leads {num_steps} steps to timestep "
                 f"{timesteps[0]}, but the last of num_train_timesteps={num} is {num - 1}. Use fewer steps."
             )
         if self.prediction_type == "epsilon" and self.alphas_cumprod[timesteps[0]] == 0:
-            raise ValueError(
-                f"{type(self).__name__}: timestep {timesteps[0]} is pure noise, from which "
+            raise self.error(
+                f"timestep {timesteps[0]} is pure noise, from which "
                 "prediction_type='epsilon' says nothing. Use 'v_prediction' with rescale_betas_zero_snr."
             )
         return timesteps
@@ -190,39 +179,45 @@ class Scheduler(abc.ABC):
         share = jnp.asarray(self.alphas_cumprod)[timesteps].reshape(dims)
         return jnp.sqrt(share), jnp.sqrt(1 - share)
 
-    @classmethod
-    def from_json(cls: type[S], raw: Mapping[str, Json]) -> S:
-        """Read the scheduler from a parsed `scheduler_config.json`.
-
-        Entries of other schedulers are kept, but have no effect, as in diffusers. Raises `ValueError`, naming
-        the entry, if its value is not supported.
-        """
-        for name, value in cls.only.items():
-            if raw.get(name, value) != value:
-                raise ValueError(
-                    f"{cls.__name__}: {name}={raw[name]!r} is not supported, only {value!r}. Samples would be "
-                    "wrong."
-                )
-        kinds: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(cls) if x.name not in cls.outside()}
-        values = {name: _read(cls.__name__, name, kinds[name], raw[name]) for name in kinds if name in raw}
-        rest = {name: x for name, x in raw.items() if name not in kinds and name != "_class_name"}
-        return cls(**values, rest=json.dumps(rest, sort_keys=True))
-
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `scheduler_config.json`."""
-        own = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in self.outside()}
-        return {**json.loads(self.rest), **own, "_class_name": type(self).__name__}
-
-    @classmethod
-    def outside(cls) -> tuple[str, ...]:
-        """Return the fields that are not entries of the file."""
-        return ("rest",)
+        return {**super().to_json(), "_class_name": type(self).__name__}
 
 
-def _read(owner: str, name: str, kind: type, value: Json) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{owner}: {name}={value!r}, but it must be: {kind.__name__}.")
-    return value
+Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]
+"""A function that returns the model's output for samples at the same timestep."""
+
+
+def denoise(
+    scheduler: Scheduler,
+    predict: Predict,
+    noise: Float[Array, "b *dims"],
+    *,
+    num_steps: int,
+    key: Key | None = None,
+) -> Float[Array, "b *dims"]:
+    """Turn noise into samples, step by step, in one `lax.scan`.
+
+    **Arguments:**
+
+    - `scheduler`: the scheduler that takes the steps.
+    - `predict`: the model. PNDM calls it once more than the number of steps, or nine more with Runge-Kutta.
+    - `noise`: normally distributed, in the dtype for the steps.
+    - `num_steps`: the number of steps.
+    - `key`: for the noise that a step adds, if the scheduler `is_random`.
+
+    Raises `ValueError` if a needed key is missing, or for a number of steps that the scheduler refuses.
+    """
+    if scheduler.is_random and key is None:
+        raise ValueError(f"denoise: {type(scheduler).__name__} draws noise in each step, and needs a key.")
+    steps = scheduler.steps(num_steps)
+
+    def one(trajectory: Trajectory, given: tuple[PyTree, Key | None]) -> tuple[Trajectory, None]:
+        step, key = given
+        output = predict(trajectory.sample, step.timestep).astype(noise.dtype)
+        drawn = None if key is None else jax.random.normal(key, noise.shape, noise.dtype)
+        return scheduler.step(step, output, trajectory, drawn), None
+
+    keys = jax.random.split(key, len(steps.timestep)) if scheduler.is_random and key is not None else None
+    trajectory, _ = jax.lax.scan(one, scheduler.start(noise), (steps, keys))
+    return trajectory.sample

@@ -1,9 +1,8 @@
 """The autoencoder of Stable Diffusion (Rombach et al. 2022): images to small latents, and back."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -11,14 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.model import Options
-from redco_eqx.models._diffusion.attention import PixelAttention
-from redco_eqx.models._diffusion.blocks import DownBlock, Given, MidBlock, UpBlock
-from redco_eqx.models._diffusion.config import StagesConfig
-from redco_eqx.models._diffusion.layers import Conv, GroupNorm
-from redco_eqx.models._diffusion.model import ImageModel, check_image
-from redco_eqx.models._diffusion.resnet import ResnetBlock
+from redco_eqx.models._diffusion.blocks import Given, PixelAttention, Stage
+from redco_eqx.models._diffusion.layers import Conv, GroupNorm, ResnetBlock
+from redco_eqx.models._diffusion.model import ImageModel, StagesConfig, check_image
 
 EPS = 1e-6
 """The number of groups of all norms, which is not in the configuration."""
@@ -32,8 +27,8 @@ class AutoencoderKLConfig(StagesConfig):
     - `scaling_factor`: the factor on latents before diffusion. Neither `encode` nor `decode` applies it.
     """
 
-    model_type: ClassVar[str] = "AutoencoderKL"
-    only: ClassVar[Mapping[str, Json]] = {
+    model_type = "AutoencoderKL"
+    only = {
         "act_fn": "silu",
         "latents_mean": None,
         "latents_std": None,
@@ -66,8 +61,8 @@ class Encoder(eqx.Module):
     """Map images to the mean and logarithm of the variance of their latents, side by side."""
 
     conv_in: Conv
-    down_blocks: list[DownBlock]
-    mid_block: MidBlock
+    down_blocks: list[Stage]
+    mid_block: Stage
     conv_norm_out: GroupNorm
     conv_out: Conv
 
@@ -75,17 +70,11 @@ class Encoder(eqx.Module):
         in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
         channels, last = config.block_out_channels, config.num_layers - 1
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
-        self.down_blocks = [
-            DownBlock(
-                [channels[max(i - 1, 0)], *[channels[i]] * (config.layers_per_block - 1)],
-                channels[i],
-                partial(_make_resnet, config),
-                None,
-                padding=None if i == last else (0, 1),
-                key=key,
-            )
-            for i, key in enumerate(keys)
-        ]
+        self.down_blocks = []
+        for i, key in enumerate(keys):
+            num_in = [channels[max(i - 1, 0)], *[channels[i]] * (config.layers_per_block - 1)]
+            padding, make_resnet = None if i == last else (0, 1), partial(_make_resnet, config)
+            self.down_blocks.append(Stage(num_in, channels[i], make_resnet, None, padding=padding, key=key))
         self.mid_block = _make_mid_block(config, mid_key)
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
         self.conv_out = Conv(channels[-1], 2 * config.latent_channels, 3, key=out_key)
@@ -93,16 +82,16 @@ class Encoder(eqx.Module):
     def __call__(self, images: Float[Array, "b c h w"], given: Given) -> Float[Array, "b moments _ _"]:
         x = self.conv_in(images)
         for block in self.down_blocks:
-            x = block(x, given, None)[-1]
-        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block(x, given, None))))
+            x = block.down(x, given, None)[-1]
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block.down(x, given, None)[-1])))
 
 
 class Decoder(eqx.Module):
     """Map latents to images."""
 
     conv_in: Conv
-    mid_block: MidBlock
-    up_blocks: list[UpBlock]
+    mid_block: Stage
+    up_blocks: list[Stage]
     conv_norm_out: GroupNorm
     conv_out: Conv
 
@@ -111,24 +100,18 @@ class Decoder(eqx.Module):
         channels, last = config.block_out_channels[::-1], config.num_layers - 1
         self.conv_in = Conv(config.latent_channels, channels[0], 3, key=in_key)
         self.mid_block = _make_mid_block(config, mid_key)
-        self.up_blocks = [
-            UpBlock(
-                [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block],
-                channels[i],
-                partial(_make_resnet, config),
-                None,
-                is_last=i == last,
-                key=key,
-            )
-            for i, key in enumerate(keys)
-        ]
+        self.up_blocks = []
+        for i, key in enumerate(keys):
+            num_in = [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block]
+            make_resnet = partial(_make_resnet, config)
+            self.up_blocks.append(Stage(num_in, channels[i], make_resnet, None, enlarges=i != last, key=key))
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
         self.conv_out = Conv(channels[-1], config.out_channels, 3, key=out_key)
 
     def __call__(self, latents: Float[Array, "b c h w"], given: Given) -> Float[Array, "b _ _ _"]:
-        x = self.mid_block(self.conv_in(latents), given, None)
+        x = self.mid_block.down(self.conv_in(latents), given, None)[-1]
         for block in self.up_blocks:
-            x = block(x, [None] * len(block.resnets), given, None, None)
+            x = block.up(x, [None] * len(block.resnets), given, None, None)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
 
@@ -141,21 +124,16 @@ class AutoencoderKL(ImageModel):
     post_quant_conv: Conv | None
     config: AutoencoderKLConfig = eqx.field(static=True)
 
-    renamed: ClassVar[Mapping[str, str]] = {
+    renamed = {
         r"\.query\.": ".to_q.",
         r"\.key\.": ".to_k.",
         r"\.value\.": ".to_v.",
         r"\.proj_attn\.": ".to_out.0.",
     }
-    windowed: ClassVar[tuple[str, ...]] = (r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$",)
+    windowed = (r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$",)
 
     def __init__(
-        self,
-        config: AutoencoderKLConfig,
-        *,
-        stacked: bool = False,
-        key: Key,
-        **options: Unpack[Options],
+        self, config: AutoencoderKLConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
     ):
         super().__init__(config, stacked=stacked, **options)
         encoder_key, decoder_key, after_key, before_key = jax.random.split(key, 4)
@@ -210,10 +188,11 @@ def _make_resnet(config: AutoencoderKLConfig, num_in: int, num_out: int, key: Ke
     return ResnetBlock(num_in, num_out, time_size=None, num_groups=config.norm_num_groups, eps=EPS, key=key)
 
 
-def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> MidBlock:
+def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> Stage:
     channels = config.block_out_channels[-1]
+    make_resnet = partial(_make_resnet, config)
     attention = partial(_make_attention, config) if config.mid_block_add_attention else None
-    return MidBlock(channels, partial(_make_resnet, config), attention, key=key)
+    return Stage([channels] * 2, channels, make_resnet, attention, is_middle=True, key=key)
 
 
 def _make_attention(config: AutoencoderKLConfig, key: Key) -> PixelAttention:

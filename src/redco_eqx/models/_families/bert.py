@@ -1,40 +1,36 @@
-"""BERT (Devlin et al. 2019): without a head, with a head over the vocabulary, and with a head over labels."""
+"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): without a head, with a head over the vocabulary, and
+with a head over labels.
+"""
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks import layers
-from redco_eqx.models._blocks.config import Config, Json, Labels
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
-from redco_eqx.models._blocks.encoder import EncoderLayers, encode_tokens
-from redco_eqx.models._blocks.layers import (
-    ACTIVATIONS,
-    Embedding,
-    Linear,
-    TiedHead,
-    add_and_norm,
-    dropout,
-    split_key,
-)
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.context import Context, Hidden, Ids
+from redco_eqx.models._blocks.dropout import dropout, split_key
+from redco_eqx.models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers, encode_tokens
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, TiedHead, make_linears
 from redco_eqx.models._blocks.model import Model, Options, make_layers
-from redco_eqx.models._blocks.multihead import Dense, SelfAttention
+from redco_eqx.models._blocks.multihead import Dense, pool_first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertConfig(Config):
+class BertConfig(EncoderConfig, Config):
     """BERT, base and large. `labels` are the outputs of a classifier."""
 
-    model_type: ClassVar[str] = "bert"
-    architecture: ClassVar[str] = "BertModel"
-    only: ClassVar[Mapping[str, Json]] = {
+    model_type = "bert"
+    architecture = "BertModel"
+    norm_first = False
+    only = {
         "add_cross_attention": False,
         "is_decoder": False,
         "position_embedding_type": "absolute",
@@ -42,20 +38,12 @@ class BertConfig(Config):
     }
 
     vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     classifier_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
-    labels: Labels = dataclasses.field(default_factory=Labels)
 
     @property
     def position_offset(self) -> int:
@@ -72,63 +60,31 @@ class BertConfig(Config):
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RobertaConfig(BertConfig):
+    """RoBERTa, base and large. In its position table, the rows up to `pad_token_id` are never read."""
+
+    model_type = "roberta"
+    architecture = "RobertaModel"
+
+    vocab_size: int = 50265
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pad_token_id is None:
+            raise self.error("pad_token_id is None, but positions are counted from it.")
+
+    @property
+    def position_offset(self) -> int:
+        assert self.pad_token_id is not None
+        return self.pad_token_id + 1
+
+
 POSITIONS = r"\bposition_ids$"
 """The key of a buffer in old files."""
-
-
-class BertOutput(eqx.Module):
-    """The end of attention and MLP: a projection, added to the stream, and a norm after it."""
-
-    dense: Linear
-    LayerNorm: layers.LayerNorm
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, in_features: int, config: BertConfig, *, key: Key):
-        self.dense = Linear(in_features, config.hidden_size, std=config.initializer_range, key=key)
-        self.LayerNorm = layers.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
-
-    def __call__(self, x: Hidden, hidden: Array, context: Context, key: Key | None, *, unit: int = 1) -> Hidden:
-        return add_and_norm(x, context.row(hidden, self.dense, unit=unit), self.LayerNorm, self.dropout, key)
-
-
-class BertAttention(eqx.Module):
-    """Attention, and its end."""
-
-    self: SelfAttention
-    output: BertOutput
-
-    def __init__(this, config: BertConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
-        self_key, output_key = jax.random.split(key)
-        this.self = SelfAttention(
-            config.hidden_size, config.num_attention_heads,
-            dropout=config.attention_probs_dropout_prob, std=config.initializer_range, key=self_key,
-        )  # fmt: skip
-        this.output = BertOutput(config.hidden_size, config, key=output_key)
-
-
-class BertLayer(eqx.Module):
-    """Attention, then MLP."""
-
-    attention: BertAttention
-    intermediate: Dense
-    output: BertOutput
-    config: BertConfig = eqx.field(static=True)
-
-    def __init__(self, config: BertConfig, *, key: Key):
-        attention_key, in_key, out_key = jax.random.split(key, 3)
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.attention = BertAttention(config, key=attention_key)
-        self.intermediate = Dense(size, inner, std=std, key=in_key)
-        self.output = BertOutput(inner, config, key=out_key)
-        self.config = config
-
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
-        heads_key, attention_key, mlp_key = split_key(key, 3)
-        heads = self.attention.self(x, context, heads_key)
-        x = self.attention.output(x, heads, context, attention_key, unit=self.config.head_size)
-        (hidden,) = context.column(x, self.intermediate.dense)
-        return self.output(x, ACTIVATIONS[self.config.hidden_act](hidden), context, mlp_key), cache
 
 
 class BertEmbeddings(eqx.Module):
@@ -147,13 +103,11 @@ class BertEmbeddings(eqx.Module):
         self.word_embeddings = Embedding(config.vocab_size, size, std=std, key=word_key)
         self.position_embeddings = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
         self.token_type_embeddings = Embedding(config.type_vocab_size, size, std=std, key=type_key)
-        self.LayerNorm = layers.LayerNorm(size, eps=config.layer_norm_eps)
+        self.LayerNorm = config.make_norm()
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.position_offset = config.position_offset
 
-    def __call__(
-        self, input_ids: Int[Array, "b t"], types: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Hidden:
+    def __call__(self, input_ids: Ids, types: Ids, context: Context, key: Key | None) -> Hidden:
         x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(types)
         x = x + self.position_embeddings(context.positions + self.position_offset)
         return dropout(self.dropout, self.LayerNorm(x), key)
@@ -167,10 +121,10 @@ class BertModel(Model):
     pooler: Dense | None
     config: BertConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("encoder.layer",)
-    outer: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
-    ignored: ClassVar[tuple[str, ...]] = (POSITIONS, r"^(cls|lm_head|classifier)\.")
-    heads: ClassVar[tuple[str, ...]] = ("pooler",)
+    stacks = ("encoder.layer",)
+    outer = ("bert.", "roberta.")
+    ignored = (POSITIONS, r"^(cls|lm_head|classifier)\.")
+    heads = ("pooler",)
 
     def __init__(
         self,
@@ -185,16 +139,16 @@ class BertModel(Model):
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         size, std = config.hidden_size, config.initializer_range
         self.embeddings = BertEmbeddings(config, key=embeddings_key)
-        self.encoder = EncoderLayers(make_layers(BertLayer, config, stacked=stacked, key=layers_key))
-        self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
+        self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
+        self.pooler = Dense(Linear(size, size, std=std, key=pooler_key)) if pools else None
 
     def hidden_states(
         self,
-        input_ids: Int[Array, "b t"],
+        input_ids: Ids,
         *,
         attention_mask: Array | None = None,
-        token_type_ids: Int[Array, "b t"] | None = None,
-        positions: Int[Array, "b t"] | None = None,
+        token_type_ids: Ids | None = None,
+        positions: Ids | None = None,
         key: Key | None = None,
     ) -> Hidden:
         """Return the output of the last layer.
@@ -211,19 +165,42 @@ class BertModel(Model):
         types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         return encode_tokens(
             self, input_ids, functools.partial(self.embeddings, input_ids, types), self.encoder.layer,
-            attention_mask=attention_mask, positions=positions,
-            max_positions=self.config.max_positions, key=key,
+            attention_mask=attention_mask, positions=positions, key=key,
         )  # fmt: skip
 
-    def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Hidden:
+    def __call__(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(input_ids, **options)
 
     def pool(self, hidden: Hidden) -> Float[Array, "b size"]:
         """Return a vector for the whole text."""
-        if self.pooler is None:
-            raise ValueError("pool: this model has no pooler, because its head does not use one.")
-        return jnp.tanh(self.pooler.dense(hidden[:, 0]))
+        return pool_first(self.pooler, hidden)
+
+
+class MaskedLM(Model):
+    """A model that predicts masked tokens. Its head is the embedding table, with its own bias."""
+
+    def __init__(self, config: BertConfig, **options: Unpack[Options]):
+        super().__init__(config, **options)
+
+    @abc.abstractmethod
+    def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
+        """Return the model without its head; then its head's projection, activation, norm and bias."""
+
+    @property
+    def head(self) -> TiedHead:
+        """The layer that computes the logits, in the form that `cross_entropy` takes."""
+        body, *_, bias = self.parts()
+        return TiedHead(body.embeddings.word_embeddings.weight, bias)
+
+    def hidden_states(self, input_ids: Ids, **options: Any) -> Hidden:
+        """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
+        body, dense, activation, norm, _ = self.parts()
+        return norm(ACTIVATIONS[activation](dense(body.hidden_states(input_ids, **options))))
+
+    def __call__(self, input_ids: Ids, **options: Any) -> Float[Array, "b t vocab"]:
+        """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
+        return self.head(self.hidden_states(input_ids, **options))
 
 
 class BertTransform(eqx.Module):
@@ -232,21 +209,12 @@ class BertTransform(eqx.Module):
     dense: Linear
     LayerNorm: layers.LayerNorm
 
-    def __init__(self, config: BertConfig, *, key: Key):
-        size = config.hidden_size
-        self.dense = Linear(size, size, std=config.initializer_range, key=key)
-        self.LayerNorm = layers.LayerNorm(size, eps=config.layer_norm_eps)
-
 
 class BertPredictions(eqx.Module):
     """The head over the vocabulary: the embedding table, with its own bias."""
 
     transform: BertTransform
     bias: Float[Array, " vocab"]
-
-    def __init__(self, config: BertConfig, *, key: Key):
-        self.transform = BertTransform(config, key=key)
-        self.bias = jnp.zeros(config.vocab_size)
 
 
 class BertHeads(eqx.Module):
@@ -255,17 +223,17 @@ class BertHeads(eqx.Module):
     predictions: BertPredictions
 
 
-class BertForMaskedLM(Model):
+class BertForMaskedLM(MaskedLM):
     """BERT that predicts masked tokens."""
 
     bert: BertModel
     cls: BertHeads
     config: BertConfig = eqx.field(static=True)
 
-    architecture: ClassVar[str | None] = "BertForMaskedLM"
-    stacks: ClassVar[tuple[str, ...]] = ("bert.encoder.layer",)
-    ignored: ClassVar[tuple[str, ...]] = (POSITIONS, r"\bpooler\.", r"^cls\.seq_relationship\.")
-    tied: ClassVar[Mapping[str, str]] = {
+    architecture = "BertForMaskedLM"
+    stacks = ("bert.encoder.layer",)
+    ignored = (POSITIONS, r"\bpooler\.", r"^cls\.seq_relationship\.")
+    tied = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
@@ -274,22 +242,14 @@ class BertForMaskedLM(Model):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
         self.bert = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
-        self.cls = BertHeads(BertPredictions(config, key=head_key))
+        size = config.hidden_size
+        dense = Linear(size, size, std=config.initializer_range, key=head_key)
+        transform = BertTransform(dense, config.make_norm())
+        self.cls = BertHeads(BertPredictions(transform, jnp.zeros(config.vocab_size)))
 
-    @property
-    def head(self) -> TiedHead:
-        """The layer that computes the logits, in the form that `cross_entropy` takes."""
-        return TiedHead(self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias)
-
-    def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Hidden:
-        """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
-        transform = self.cls.predictions.transform
-        hidden = transform.dense(self.bert.hidden_states(input_ids, **options))
-        return transform.LayerNorm(ACTIVATIONS[self.config.hidden_act](hidden))
-
-    def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t vocab"]:
-        """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
-        return self.head(self.hidden_states(input_ids, **options))
+    def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
+        head = self.cls.predictions
+        return self.bert, head.transform.dense, self.config.hidden_act, head.transform.LayerNorm, head.bias
 
 
 class BertForSequenceClassification(Model):
@@ -300,11 +260,11 @@ class BertForSequenceClassification(Model):
     dropout: eqx.nn.Dropout
     config: BertConfig = eqx.field(static=True)
 
-    architecture: ClassVar[str | None] = "BertForSequenceClassification"
-    stacks: ClassVar[tuple[str, ...]] = ("bert.encoder.layer",)
-    prefixes: ClassVar[tuple[str, ...]] = ("bert.",)
-    ignored: ClassVar[tuple[str, ...]] = (POSITIONS, r"^cls\.")
-    heads: ClassVar[tuple[str, ...]] = ("classifier", "bert.pooler")
+    architecture = "BertForSequenceClassification"
+    stacks = ("bert.encoder.layer",)
+    prefixes = ("bert.",)
+    ignored = (POSITIONS, r"^cls\.")
+    heads = ("classifier", "bert.pooler")
 
     def __init__(self, config: BertConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
@@ -314,12 +274,90 @@ class BertForSequenceClassification(Model):
         self.classifier = Linear(size, len(config.labels.names), std=std, key=head_key)
         self.dropout = eqx.nn.Dropout(config.head_dropout)
 
-    def __call__(
-        self, input_ids: Int[Array, "b t"], *, key: Key | None = None, **options: Any
-    ) -> Float[Array, "b labels"]:
+    def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:
         """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
         body_key, head_key = split_key(key, 2)
         pooled = self.bert.pool(self.bert.hidden_states(input_ids, key=body_key, **options))
         return self.classifier(dropout(self.dropout, pooled, head_key))
+
+
+class RobertaLMHead(eqx.Module):
+    """The head over the vocabulary: the embedding table, with its own bias."""
+
+    dense: Linear
+    layer_norm: layers.LayerNorm
+    bias: Float[Array, " vocab"]
+
+
+class RobertaForMaskedLM(MaskedLM):
+    """RoBERTa that predicts masked tokens."""
+
+    roberta: BertModel
+    lm_head: RobertaLMHead
+    config: RobertaConfig = eqx.field(static=True)
+
+    architecture = "RobertaForMaskedLM"
+    stacks = ("roberta.encoder.layer",)
+    ignored = (POSITIONS, r"\bpooler\.")
+    tied = {
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    }
+
+    def __init__(self, config: RobertaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
+        body_key, head_key = jax.random.split(key)
+        self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        size = config.hidden_size
+        dense = Linear(size, size, std=config.initializer_range, key=head_key)
+        norm = config.make_norm()
+        self.lm_head = RobertaLMHead(dense, norm, jnp.zeros(config.vocab_size))
+
+    def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
+        head = self.lm_head
+        return self.roberta, head.dense, "gelu", head.layer_norm, head.bias
+
+
+class RobertaClassifier(eqx.Module):
+    """A classifier that reads the first token of a text."""
+
+    dense: Linear
+    out_proj: Linear
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x: Float[Array, "b size"], key: Key | None) -> Float[Array, "b labels"]:
+        in_key, out_key = split_key(key, 2)
+        x = jnp.tanh(self.dense(dropout(self.dropout, x, in_key)))
+        return self.out_proj(dropout(self.dropout, x, out_key))
+
+
+class RobertaForSequenceClassification(Model):
+    """RoBERTa with an output for each label, or one output for a regression."""
+
+    roberta: BertModel
+    classifier: RobertaClassifier
+    config: RobertaConfig = eqx.field(static=True)
+
+    architecture = "RobertaForSequenceClassification"
+    stacks = ("roberta.encoder.layer",)
+    prefixes = ("roberta.",)
+    ignored = (POSITIONS, r"^lm_head\.", r"\bpooler\.")
+    heads = ("classifier",)
+
+    def __init__(self, config: RobertaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
+        body_key, head_key = jax.random.split(key)
+        self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        size, num_labels, std = config.hidden_size, len(config.labels.names), config.initializer_range
+        dense, out_proj = make_linears(head_key, (size, size), (size, num_labels), std=std)
+        self.classifier = RobertaClassifier(dense, out_proj, eqx.nn.Dropout(config.head_dropout))
+
+    def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:
+        """Compute logits of each label, or the value of a regression. Arguments as for
+        `BertModel.hidden_states`.
+        """
+        body_key, head_key = split_key(key, 2)
+        hidden = self.roberta.hidden_states(input_ids, key=body_key, **options)
+        return self.classifier(hidden[:, 0], head_key)

@@ -1,38 +1,30 @@
 """CLIP's text encoder (Radford et al. 2021), and OpenCLIP's: the text encoders of Stable Diffusion."""
 
 import dataclasses
-from typing import ClassVar, Unpack
+import functools
+from typing import Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import (
-    Context,
-    Hidden,
-    LayerCache,
-    LayerOutput,
-    check_tokens,
-    make_context,
-)
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
-from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx.models._blocks.encoder import encode_tokens
+from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear
+from redco_eqx.models._blocks.model import Model, Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
-
-UNSET_EOS = 2
-"""The end token in configurations before 2023, although the tokenizer has a different one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPTextConfig(Config):
     """The text half of CLIP; Stable Diffusion 2 has OpenCLIP's, with 23 layers and exact `gelu`."""
 
-    model_type: ClassVar[str] = "clip_text_model"
-    architecture: ClassVar[str] = "CLIPTextModel"
-    has_positions: ClassVar[bool] = True
+    model_type = "clip_text_model"
+    architecture = "CLIPTextModel"
+    has_positions = True
 
     vocab_size: int = 49408
     hidden_size: int = 512
@@ -61,7 +53,7 @@ class CLIPTextEmbeddings(eqx.Module):
         self.token_embedding = Embedding(config.vocab_size, size, std=std, key=token_key)
         self.position_embedding = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
 
-    def __call__(self, input_ids: Int[Array, "b t"], context: Context) -> Hidden:
+    def __call__(self, input_ids: Ids, context: Context, _: Key | None) -> Hidden:
         return context.embed(self.token_embedding, input_ids) + self.position_embedding(context.positions)
 
 
@@ -99,8 +91,8 @@ class CLIPEncoderLayer(eqx.Module):
     def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         y, cache = self.self_attn(self.layer_norm1(x), context, cache, key)
         x = x + y
-        (hidden,) = context.column(self.layer_norm2(x), self.mlp.fc1)
-        return x + context.row(ACTIVATIONS[self.config.hidden_act](hidden), self.mlp.fc2), cache
+        y = context.mlp(self.layer_norm2(x), self.mlp.fc1, self.config.hidden_act, self.mlp.fc2)
+        return x + y, cache
 
 
 class CLIPEncoder(eqx.Module):
@@ -118,15 +110,15 @@ class CLIPTextTransformer(eqx.Module):
 
 
 class CLIPTextModel(Model):
-    """CLIP's text encoder: a call returns the hidden states, and `pool` reads that of the end token."""
+    """CLIP's text encoder: a call returns the hidden states."""
 
     text_model: CLIPTextTransformer
     config: CLIPTextConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("text_model.encoder.layers",)
-    vocabulary: ClassVar[tuple[str, ...]] = (r"\.token_embedding$",)
-    prefixes: ClassVar[tuple[str, ...]] = ("text_model.",)
-    ignored: ClassVar[tuple[str, ...]] = (
+    stacks = ("text_model.encoder.layers",)
+    vocabulary = (r"\.token_embedding$",)
+    prefixes = ("text_model.",)
+    ignored = (
         r"\bposition_ids$", r"^vision_model\.", r"^(text|visual)_projection\.", r"^logit_scale$",
     )  # fmt: skip
 
@@ -140,7 +132,7 @@ class CLIPTextModel(Model):
         )
 
     def __call__(
-        self, input_ids: Int[Array, "b t"], *, attention_mask: Array | None = None, key: Key | None = None
+        self, input_ids: Ids, *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Hidden:
         """Return the output of the last layer, normalised. A token sees only the tokens up to itself.
 
@@ -151,23 +143,10 @@ class CLIPTextModel(Model):
         - `key`: for dropout, which needs a key and a model that is not in inference mode
             (`eqx.nn.inference_mode`).
         """
-        check_tokens(input_ids, attention_mask, self.config.max_position_embeddings)
-        positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
-        context, _ = make_context(
-            input_ids, attention_mask, positions, None,
-            implementation=self.attention, sequence_parallel=self.sequence_parallel,
+        embed = functools.partial(self.text_model.embeddings, input_ids)
+        places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+        x = encode_tokens(
+            self, input_ids, embed, self.text_model.encoder.layers,
+            attention_mask=attention_mask, positions=places, causal=True, key=key,
         )  # fmt: skip
-        x = self.text_model.embeddings(input_ids, context)
-        x, _ = run_layers(self.text_model.encoder.layers, x, context, None, remat=self.remat, key=key)
         return self.text_model.final_layer_norm(x)
-
-    def pool(self, hidden: Hidden, input_ids: Int[Array, "b t"]) -> Float[Array, "b size"]:
-        """Return a vector for the whole text: the hidden state of its first end token.
-
-        If `eos_token_id` is 2, as in files before 2023, that is the token with the highest id.
-        """
-        end = self.config.eos_token_id
-        if not isinstance(end, int):
-            raise ValueError(f"pool: eos_token_id={end!r}, but it must be the one token that ends a text.")
-        at = jnp.argmax(input_ids if end == UNSET_EOS else input_ids == end, axis=1)
-        return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]

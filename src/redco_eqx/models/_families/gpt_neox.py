@@ -1,31 +1,31 @@
 """GPT-NeoX (Black et al. 2022), and Pythia."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import DecoderLM, make_head
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
+from redco_eqx.models._blocks.dropout import dropout, split_key
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, make_linears
 from redco_eqx.models._blocks.model import Options, make_layers
-from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._blocks.positions import Rope, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(Config):
     """GPT-NeoX. `rope` rotates a part of each head, by default a quarter of its features."""
 
-    model_type: ClassVar[str] = "gpt_neox"
-    architecture: ClassVar[str] = "GPTNeoXForCausalLM"
-    aliases: ClassVar[Mapping[str, str]] = {
+    model_type = "gpt_neox"
+    architecture = "GPTNeoXForCausalLM"
+    aliases = {
         "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
     }  # fmt: skip
 
@@ -62,9 +62,8 @@ class GPTNeoXAttention(eqx.Module):
 
     def __init__(self, config: GPTNeoXConfig, *, key: Key):
         size, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        in_key, out_key = jax.random.split(key)
-        self.query_key_value = Linear(size, 3 * size, use_bias=bias, std=std, key=in_key)
-        self.dense = Linear(size, size, use_bias=bias, std=std, key=out_key)
+        sizes = (size, 3 * size), (size, size)
+        self.query_key_value, self.dense = make_linears(key, *sizes, use_bias=bias, std=std)
         self.dropout = eqx.nn.Dropout(config.attention_dropout)
         self.config = config
 
@@ -85,12 +84,6 @@ class GPTNeoXMLP(eqx.Module):
     dense_h_to_4h: Linear
     dense_4h_to_h: Linear
 
-    def __init__(self, config: GPTNeoXConfig, *, key: Key):
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        in_key, out_key = jax.random.split(key)
-        self.dense_h_to_4h = Linear(size, inner, std=std, key=in_key)
-        self.dense_4h_to_h = Linear(inner, size, std=std, key=out_key)
-
 
 class GPTNeoXLayer(eqx.Module):
     """Attention and MLP, each with a norm before it: in parallel, or one after the other."""
@@ -103,10 +96,11 @@ class GPTNeoXLayer(eqx.Module):
 
     def __init__(self, config: GPTNeoXConfig, *, key: Key):
         attention_key, mlp_key = jax.random.split(key)
-        self.input_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.post_attention_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        eps = config.layer_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = (LayerNorm(size, eps=eps) for _ in range(2))
         self.attention = GPTNeoXAttention(config, key=attention_key)
-        self.mlp = GPTNeoXMLP(config, key=mlp_key)
+        self.mlp = GPTNeoXMLP(*make_linears(mlp_key, (size, inner), (inner, size), std=std))
         self.dropout = eqx.nn.Dropout(config.hidden_dropout)
 
     def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
@@ -146,11 +140,11 @@ class GPTNeoXForCausalLM(DecoderLM):
     embed_out: Linear | None
     config: GPTNeoXConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("gpt_neox.layers",)
-    vocabulary: ClassVar[tuple[str, ...]] = (r"\.embed_in$", r"^embed_out$")
-    prefixes: ClassVar[tuple[str, ...]] = ("gpt_neox.",)
-    ignored: ClassVar[tuple[str, ...]] = (r"\battention\.(masked_)?bias$", r"\brotary_emb\.inv_freq$")
-    tied: ClassVar[Mapping[str, str]] = {"embed_out.weight": "gpt_neox.embed_in.weight"}
+    stacks = ("gpt_neox.layers",)
+    vocabulary = (r"\.embed_in$", r"^embed_out$")
+    prefixes = ("gpt_neox.",)
+    ignored = (r"\battention\.(masked_)?bias$", r"\brotary_emb\.inv_freq$")
+    tied = {"embed_out.weight": "gpt_neox.embed_in.weight"}
 
     def __init__(self, config: GPTNeoXConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
@@ -162,7 +156,7 @@ class GPTNeoXForCausalLM(DecoderLM):
     def lm_head(self) -> Linear | None:
         return self.embed_out
 
-    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
+    def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         return dropout(self.gpt_neox.emb_dropout, context.embed(self.gpt_neox.embed_in, input_ids), key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:

@@ -2,23 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import DecoderLM, make_head
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, make_linears, maybe
 from redco_eqx.models._blocks.model import Options, make_layers
-from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._blocks.positions import Rope, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class LlamaLikeConfig(Config):
     embeddings.
     """
 
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("num_attention_heads", "num_key_value_heads"),)
+    multiples = (("num_attention_heads", "num_key_value_heads"),)
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -61,16 +61,14 @@ class LlamaLikeConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.rope, Rope) and self.rope.partial_rotary_factor != 1 and not self.partial_rotary:
-            raise ValueError(f"{type(self).__name__}: partial_rotary_factor is not supported, only 1.0.")
+            raise self.error("partial_rotary_factor is not supported, only 1.0.")
 
     def check_layers(self, entry: str, kinds: Sequence[str | int]) -> None:
         """Raise `ValueError` if an entry exists but does not have one of the kinds for each layer."""
         given = getattr(self, entry)
         if given is not None and (len(given) != self.num_layers or set(given) - set(kinds)):
-            raise ValueError(
-                f"{type(self).__name__}: {entry}={list(given)}, but it must be "
-                f"{' or '.join(map(str, kinds))} for each of the {self.num_layers} layers."
-            )
+            expected = f"{' or '.join(map(str, kinds))} for each of the {self.num_layers} layers"
+            raise self.error(f"{entry}={list(given)}, but it must be {expected}.")
 
     @property
     def scale(self) -> float:
@@ -99,9 +97,9 @@ class LlamaLikeConfig(Config):
 class LlamaConfig(LlamaLikeConfig):
     """LLaMA 1 to 3."""
 
-    model_type: ClassVar[str] = "llama"
-    architecture: ClassVar[str] = "LlamaForCausalLM"
-    only: ClassVar[Mapping[str, Json]] = {"pretraining_tp": 1}
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    only = {"pretraining_tp": 1}
 
     hidden_act: str = "silu"
     bos_token_id: int | None = 1
@@ -125,10 +123,10 @@ class LlamaAttention(eqx.Module):
         size, head_size, std = config.hidden_size, config.head_size, config.initializer_range
         heads, kv_heads = config.num_attention_heads * head_size, config.kv_heads * head_size
         bias = config.attention_bias if config.qkv_bias is None else config.qkv_bias
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        self.q_proj = Linear(size, heads, use_bias=bias, std=std, key=q_key)
-        self.k_proj = Linear(size, kv_heads, use_bias=bias, std=std, key=k_key)
-        self.v_proj = Linear(size, kv_heads, use_bias=bias, std=std, key=v_key)
+        qkv_key, o_key = jax.random.split(key)
+        self.q_proj, self.k_proj, self.v_proj = make_linears(
+            qkv_key, (size, heads), *[(size, kv_heads)] * 2, use_bias=bias, std=std
+        )
         self.o_proj = Linear(heads, size, use_bias=config.attention_bias, std=std, key=o_key)
         self.q_norm = self.k_norm = None
         if config.qk_norm is not None:
@@ -141,14 +139,14 @@ class LlamaAttention(eqx.Module):
         config, size = self.config, self.config.head_size
         q, k, v = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
         if config.qk_norm == "all":
-            q, k = _norm(self.q_norm, q), _norm(self.k_norm, k)
+            q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
         q, k, v = (split_heads(x, size) for x in (q, k, v))
         if config.qk_norm == "head":
-            q, k = _norm(self.q_norm, q), _norm(self.k_norm, k)
+            q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
         q, k = (rotate(x, context.positions, config.frequencies(context)) for x in (q, k))
         heads, cache = context.attend(
             q, k, v, cache,
-            scale=config.scale, cap=config.entry("attn_logit_softcapping"),
+            scale=config.scale, cap=config.entry("attn_logit_softcapping", None),
             dropout=self.dropout, dropout_key=key,
         )  # fmt: skip
         return context.row(heads, self.o_proj, unit=size), cache
@@ -165,10 +163,9 @@ class LlamaMLP(eqx.Module):
     def __init__(self, config: LlamaLikeConfig, *, key: Key):
         size, inner = config.hidden_size, config.intermediate_size
         bias, std = config.mlp_bias, config.initializer_range
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.gate_proj = Linear(size, inner, use_bias=bias, std=std, key=gate_key)
-        self.up_proj = Linear(size, inner, use_bias=bias, std=std, key=up_key)
-        self.down_proj = Linear(inner, size, use_bias=bias, std=std, key=down_key)
+        self.gate_proj, self.up_proj, self.down_proj = make_linears(
+            key, *[(size, inner)] * 2, (inner, size), use_bias=bias, std=std
+        )
         self.hidden_act = config.entry("hidden_act")
 
     def __call__(self, x: Hidden, context: Context) -> Hidden:
@@ -205,20 +202,16 @@ class LlamaDecoderLayer(eqx.Module):
     ) -> tuple[Any, ...]:
         norms = self.self_attn.config.norms
         before, after, before_mlp, after_mlp = (getattr(self, name or "", None) for name in norms)
-        attended, cache = self.self_attn(_norm(before, x), context, cache, key)
-        x = x + _norm(after, attended)
-        y = (self.mlp or self.block_sparse_moe)(_norm(before_mlp, x), context)
+        attended, cache = self.self_attn(maybe(before, x), context, cache, key)
+        x = x + maybe(after, attended)
+        y = (self.mlp or self.block_sparse_moe)(maybe(before_mlp, x), context)
         y, *sums = y if isinstance(y, tuple) else (y,)
-        return x + _norm(after_mlp, y), cache, *sums
+        return x + maybe(after_mlp, y), cache, *sums
 
 
 def make_norm(config: LlamaLikeConfig, size: int) -> RMSNorm:
     """Return a new norm over `size` features."""
     return RMSNorm(size, eps=config.rms_norm_eps, offset=config.norm_offset)
-
-
-def _norm(norm: RMSNorm | None, x: Array) -> Array:
-    return x if norm is None else norm(x)
 
 
 class LlamaModel(eqx.Module):
@@ -246,11 +239,11 @@ class LlamaForCausalLM(DecoderLM):
     lm_head: Linear | None
     config: LlamaLikeConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("model.layers",)
-    vocabulary: ClassVar[tuple[str, ...]] = (r"\.embed_tokens$", r"^lm_head$")
-    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
-    ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
-    tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    stacks = ("model.layers",)
+    vocabulary = (r"\.embed_tokens$", r"^lm_head$")
+    prefixes = ("model.",)
+    ignored = (r"\brotary_emb\.inv_freq$",)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
     mlp: ClassVar[type[eqx.Module]] = LlamaMLP
 
     def __init__(self, config: LlamaLikeConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
@@ -259,7 +252,7 @@ class LlamaForCausalLM(DecoderLM):
         self.model = LlamaModel(config, stacked=stacked, make_mlp=self.mlp, key=model_key)
         self.lm_head = make_head(config, config.hidden_size, std=config.initializer_range, key=head_key)
 
-    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
+    def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         x, scale = context.embed(self.model.embed_tokens, input_ids), self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 

@@ -1,8 +1,8 @@
-"""Models that differ from LLaMA only in some settings: Mistral, Qwen2 and 3, SmolLM3, OLMo 2, Phi-3."""
+"""Models that differ from LLaMA in some settings: Mistral, Qwen2, Qwen3, OLMo 2, Phi-3, SmolLM3 and Gemma."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +10,16 @@ from jaxtyping import Array, Float
 
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.context import Context
-from redco_eqx.models._blocks.rope import Rope
-from redco_eqx.models._families.llama import LlamaConfig
+from redco_eqx.models._blocks.positions import Rope
+from redco_eqx.models._families.llama import LlamaConfig, LlamaLikeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
     """Mistral (Jiang et al. 2023): each token sees `sliding_window` tokens back."""
 
-    model_type: ClassVar[str] = "mistral"
-    architecture: ClassVar[str] = "MistralForCausalLM"
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
@@ -31,10 +31,10 @@ class MistralConfig(LlamaConfig):
 class Qwen2Config(LlamaConfig):
     """Qwen2: biases only in query, key and value."""
 
-    model_type: ClassVar[str] = "qwen2"
-    architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    only: ClassVar[Mapping[str, Json]] = {"use_sliding_window": False}
-    qkv_bias: ClassVar[bool | None] = True
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    only = {"use_sliding_window": False}
+    qkv_bias = True
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -47,10 +47,10 @@ class Qwen2Config(LlamaConfig):
 class Qwen3Config(Qwen2Config):
     """Qwen3: queries and keys are normalised, head by head."""
 
-    model_type: ClassVar[str] = "qwen3"
-    architecture: ClassVar[str] = "Qwen3ForCausalLM"
-    qkv_bias: ClassVar[bool | None] = None
-    qk_norm: ClassVar[Literal["head", "all"] | None] = "head"
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    qkv_bias = None
+    qk_norm = "head"
 
     head_dim: int | None = 128
 
@@ -59,10 +59,10 @@ class Qwen3Config(Qwen2Config):
 class Olmo2Config(LlamaConfig):
     """OLMo 2 (OLMo team 2024): norms after attention and MLP, and over all queries and keys."""
 
-    model_type: ClassVar[str] = "olmo2"
-    architecture: ClassVar[str] = "Olmo2ForCausalLM"
-    qk_norm: ClassVar[Literal["head", "all"] | None] = "all"
-    norms: ClassVar[tuple[str | None, ...]] = (
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    qk_norm = "all"
+    norms = (
         None, "post_attention_layernorm", None, "post_feedforward_layernorm",
     )  # fmt: skip
 
@@ -80,14 +80,14 @@ class Phi3Config(LlamaConfig):
     whole heads.
     """
 
-    model_type: ClassVar[str] = "phi3"
-    architecture: ClassVar[str] = "Phi3ForCausalLM"
-    only: ClassVar[Mapping[str, Json]] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    only = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    joined = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-    partial_rotary: ClassVar[bool] = True
+    partial_rotary = True
 
     vocab_size: int = 32064
     hidden_size: int = 3072
@@ -107,9 +107,9 @@ class SmolLM3Config(LlamaConfig):
         them except every `no_rope_layer_interval`-th.
     """
 
-    model_type: ClassVar[str] = "smollm3"
-    architecture: ClassVar[str] = "SmolLM3ForCausalLM"
-    only: ClassVar[Mapping[str, Json]] = {"use_sliding_window": False}
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    only = {"use_sliding_window": False}
 
     vocab_size: int = 128256
     hidden_size: int = 2048
@@ -135,3 +135,120 @@ class SmolLM3Config(LlamaConfig):
         if turns is None:
             turns = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.num_layers)]
         return super().frequencies(context) * jnp.asarray(turns)[context.layer]
+
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma2Config(LlamaLikeConfig):
+    """Gemma 2. Scores and logits have smooth bounds, and every second layer sees all tokens.
+
+    - `layer_types`: for each layer, `sliding_attention` (it has the window) or `full_attention`.
+    """
+
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    aliases = {"hidden_act": "hidden_activation"}
+    only = {"tie_word_embeddings": True}
+    norms = (
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    )  # fmt: skip
+    norm_offset = 1.0
+
+    vocab_size: int = 256000
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_activation: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: int = 256
+    sliding_window: int = 4096
+    layer_types: tuple[str, ...] | None = None
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 1
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_layers("layer_types", KINDS)
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        if self.layer_types is not None:
+            return tuple(kind == "sliding_attention" for kind in self.layer_types)
+        every = self.entry("sliding_window_pattern", 2)
+        return tuple((i + 1) % every != 0 for i in range(self.num_layers))
+
+    @property
+    def scale(self) -> float:
+        return self.query_pre_attn_scalar**-0.5
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRopes:
+    """The angles of positions, in layers without the window and in layers with it."""
+
+    entries: ClassVar[tuple[str, ...]] = (*Rope.entries, "rope_local_base_freq")
+
+    full: Rope = dataclasses.field(default_factory=lambda: Rope(theta=1000000.0))
+    near: Rope = dataclasses.field(default_factory=Rope)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Json], default: "LayerRopes") -> "LayerRopes":
+        """Read the entries of transformers 4, or those of 5, which has one object for each kind of layer."""
+        kinds = raw.get("rope_parameters") or {}
+        if not isinstance(kinds, Mapping) or set(kinds) - set(KINDS):
+            raise ValueError(
+                f"config.json: rope_parameters={kinds!r}, but it must have only {', '.join(KINDS)}."
+            )
+        entries = {"rope_theta": raw.get("rope_theta"), "rope_scaling": raw.get("rope_scaling")}
+        full = Rope.from_json({**entries, "rope_parameters": kinds.get(KINDS[0])}, default.full)
+        entries = {"rope_theta": raw.get("rope_local_base_freq"), "rope_parameters": kinds.get(KINDS[1])}
+        near = Rope.from_json(entries, default.near)
+        for rope in (full, near):
+            if rope.score_factor != 1 or rope.partial_rotary_factor != 1:
+                raise ValueError(
+                    f"config.json: {rope} is not supported: it must turn whole heads, and scale no scores."
+                )
+        return cls(full, near)
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the entries of transformers 4 and 5."""
+        full, near = self.full.to_json(), self.near.to_json()
+        kinds = {KINDS[0]: full["rope_parameters"], KINDS[1]: near["rope_parameters"]}
+        return {**full, "rope_local_base_freq": self.near.theta, "rope_parameters": kinds}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3TextConfig(Gemma2Config):
+    """Gemma 3 without images. Queries and keys are normalised, and every `sliding_window_pattern`-th layer sees
+    all tokens, with its own rotary positions.
+    """
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    only = {"tie_word_embeddings": True, "use_bidirectional_attention": False}
+    qk_norm = "head"
+
+    vocab_size: int = 262208
+    max_position_embeddings: int = 131072
+    sliding_window_pattern: int = 6
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    rope: LayerRopes = dataclasses.field(default_factory=LayerRopes)
+
+    def frequencies(self, context: Context) -> Float[Array, " pairs"]:
+        both = jnp.asarray([rope.frequencies(self.head_size) for rope in (self.rope.full, self.rope.near)])
+        return both[jnp.asarray(self.windowed, int)[context.layer]]

@@ -1,21 +1,20 @@
 """Mixtral (Jiang et al. 2024) and Qwen3-MoE: a LLaMA with a router and experts instead of the MLP."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._blocks.context import Context, Hidden
+from redco_eqx.models._blocks.context import Context, Hidden, Ids
+from redco_eqx.models._blocks.decoder import Reading
 from redco_eqx.models._blocks.experts import ExpertMatrix, mix_experts, routing_sums
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Linear
 from redco_eqx.models._blocks.model import Options
-from redco_eqx.models._blocks.rope import Rope
+from redco_eqx.models._blocks.positions import Rope
 from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
 
 
@@ -30,23 +29,21 @@ class SparseConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts_per_tok > self.entry("num_experts"):
-            raise ValueError(
-                f"{type(self).__name__}: num_experts_per_tok={self.num_experts_per_tok}, but there are only "
-                f"{self.entry('num_experts')} experts."
-            )
+        num, most = self.num_experts_per_tok, self.entry("num_experts")
+        if num > most:
+            raise self.error(f"num_experts_per_tok={num}, but there are only {most} experts.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(SparseConfig):
     """Mixtral, 8x7B and 8x22B."""
 
-    model_type: ClassVar[str] = "mixtral"
-    architecture: ClassVar[str] = "MixtralForCausalLM"
-    aliases: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    only: ClassVar[Mapping[str, Json]] = {"router_jitter_noise": 0.0}
-    mlp_name: ClassVar[str] = "block_sparse_moe"
-    projections: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    aliases = {"num_experts": "num_local_experts"}
+    only = {"router_jitter_noise": 0.0}
+    mlp_name = "block_sparse_moe"
+    projections = ("w1", "w3", "w2")
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
@@ -64,13 +61,13 @@ class Qwen3MoeConfig(SparseConfig):
     - `norm_topk_prob`: true if the weights of a token's experts add up to 1, as they do in Mixtral.
     """
 
-    model_type: ClassVar[str] = "qwen3_moe"
-    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    only: ClassVar[Mapping[str, Json]] = {
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    aliases = {"num_local_experts": "num_experts"}
+    only = {
         "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    qk_norm: ClassVar[Literal["head", "all"] | None] = "head"
+    qk_norm = "head"
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -95,7 +92,7 @@ class SparseMLP(eqx.Module):
 
     def __init__(self, config: SparseConfig, *, key: Key):
         num, size, std = config.entry("num_experts"), config.hidden_size, config.initializer_range
-        inner = config.entry("moe_intermediate_size") or config.intermediate_size
+        inner = config.entry("moe_intermediate_size", config.intermediate_size)
         router_key, *keys = jax.random.split(key, 4)
         self.gate = Linear(size, num, use_bias=False, std=std, key=router_key)
         kinds = ((size, inner, "column"), (size, inner, "column"), (inner, size, "row"))
@@ -108,30 +105,27 @@ class SparseMLP(eqx.Module):
     def __call__(self, x: Hidden, context: Context) -> tuple[Hidden, Float[Array, "2 experts"]]:
         """Return the output, and the sums of `routing_sums`."""
         config, scores = self.config, self.gate(x)
+        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        probabilities = jax.nn.softmax(scores, axis=-1)
         output, chosen = mix_experts(
-            x, scores, *(self.experts[name] for name in config.projections),
-            num_chosen=config.num_experts_per_tok, normalise=config.entry("norm_topk_prob") is not False,
+            x, probabilities, *(self.experts[name] for name in config.projections),
+            num_chosen=config.num_experts_per_tok, normalise=config.entry("norm_topk_prob", True),
             activation=ACTIVATIONS[config.hidden_act], sequence_parallel=context.sequence_parallel,
         )  # fmt: skip
-        return output, routing_sums(scores, chosen, context.real)
+        return output, routing_sums(probabilities, chosen, context.real)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
     """A Mixtral or a Qwen3-MoE, by its configuration."""
 
-    inner_stacks: ClassVar[tuple[str, ...]] = ("block_sparse_moe.experts", "mlp.experts")
-    mlp: ClassVar[type[eqx.Module]] = SparseMLP
+    inner_stacks = ("block_sparse_moe.experts", "mlp.experts")
+    mlp = SparseMLP
 
     def __init__(self, config: SparseConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, stacked=stacked, key=key, **options)
 
     def hidden_states_and_balance(
-        self,
-        input_ids: Int[Array, "b t"],
-        *,
-        attention_mask: Array | None = None,
-        positions: Int[Array, "b t"] | None = None,
-        key: Key | None = None,
+        self, input_ids: Ids, **reading: Unpack[Reading]
     ) -> tuple[Hidden, Float[Array, ""]]:
         """Return the input of the head, and the auxiliary loss that balances the experts (Fedus et al. 2022,
         Switch Transformer, section 2.2), over all layers and all tokens that are not padding. Multiply it by
@@ -140,10 +134,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         Arguments as for calling the model.
         """
         num = self.config.entry("num_experts")
-        hidden, _, (times, probabilities) = self._run(
-            input_ids, None,
-            attention_mask=attention_mask, positions=positions, cache=None, key=key,
-            sums=jnp.zeros((2, num), jnp.float32),
-        )  # fmt: skip
+        sums = jnp.zeros((2, num), jnp.float32)
+        hidden, _, (times, probabilities) = self._run(input_ids, None, sums=sums, **reading)
         # Each token of each layer adds 1 to the sum of all probabilities.
         return hidden, num * jnp.sum(times * probabilities) / jnp.sum(probabilities) ** 2

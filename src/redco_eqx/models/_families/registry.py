@@ -10,15 +10,11 @@ from redco_eqx.models._families import (
     bart,
     bert,
     clip,
-    gemma,
     gpt2,
     gpt_neox,
-    gptj,
     llama,
     llama_variants,
     mixtral,
-    opt,
-    roberta,
     t5,
     unet_2d_condition,
     vision_encoder_decoder,
@@ -34,21 +30,21 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (bart.BartConfig, bart.BartForConditionalGeneration),
         (bert.BertConfig, bert.BertModel),
         (clip.CLIPTextConfig, clip.CLIPTextModel),
-        (gemma.Gemma2Config, llama.LlamaForCausalLM),
-        (gemma.Gemma3TextConfig, llama.LlamaForCausalLM),
+        (llama_variants.Gemma2Config, llama.LlamaForCausalLM),
+        (llama_variants.Gemma3TextConfig, llama.LlamaForCausalLM),
         (gpt2.GPT2Config, gpt2.GPT2LMHeadModel),
-        (gptj.GPTJConfig, gptj.GPTJForCausalLM),
+        (gpt2.GPTJConfig, gpt2.GPTJForCausalLM),
         (gpt_neox.GPTNeoXConfig, gpt_neox.GPTNeoXForCausalLM),
         (llama.LlamaConfig, llama.LlamaForCausalLM),
         (llama_variants.MistralConfig, llama.LlamaForCausalLM),
         (mixtral.MixtralConfig, mixtral.MixtralForCausalLM),
         (llama_variants.Olmo2Config, llama.LlamaForCausalLM),
-        (opt.OPTConfig, opt.OPTForCausalLM),
+        (bart.OPTConfig, bart.OPTForCausalLM),
         (llama_variants.Phi3Config, llama.LlamaForCausalLM),
         (llama_variants.Qwen2Config, llama.LlamaForCausalLM),
         (llama_variants.Qwen3Config, llama.LlamaForCausalLM),
         (mixtral.Qwen3MoeConfig, mixtral.MixtralForCausalLM),
-        (roberta.RobertaConfig, bert.BertModel),
+        (bert.RobertaConfig, bert.BertModel),
         (t5.T5Config, t5.T5ForConditionalGeneration),
         (vit.ViTConfig, vit.ViTModel),
         (vision_encoder_decoder.VisionEncoderDecoderConfig, vision_encoder_decoder.VisionEncoderDecoderModel),
@@ -63,11 +59,8 @@ INSIDE = {"clip": ("text_config", clip.CLIPTextConfig.model_type)}
 """
 
 PARTS: dict[str, tuple[Any, Any]] = {
-    config.model_type: (config, model)
-    for config, model in (
-        (autoencoder_kl.AutoencoderKLConfig, autoencoder_kl.AutoencoderKL),
-        (unet_2d_condition.UNet2DConditionConfig, unet_2d_condition.UNet2DConditionModel),
-    )
+    "AutoencoderKL": (autoencoder_kl.AutoencoderKLConfig, autoencoder_kl.AutoencoderKL),
+    "UNet2DConditionModel": (unet_2d_condition.UNet2DConditionConfig, unet_2d_condition.UNet2DConditionModel),
 }
 """Families by `_class_name`, in a pipeline of diffusers."""
 
@@ -76,8 +69,8 @@ HEADS: dict[str | None, Any] = {
     for model in (
         bert.BertForMaskedLM,
         bert.BertForSequenceClassification,
-        roberta.RobertaForMaskedLM,
-        roberta.RobertaForSequenceClassification,
+        bert.RobertaForMaskedLM,
+        bert.RobertaForSequenceClassification,
         vit.ViTForImageClassification,
     )
 }
@@ -110,12 +103,8 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
         entry, families = family[0].type_entry, {family[0].model_type: family}
     model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
-        needs = LACKING.get(model_type) if isinstance(model_type, str) else None
-        why = (
-            f"is not known, only {', '.join(families)}"
-            if needs is None
-            else f"is not supported: it needs {needs}"
-        )
+        needs, known = LACKING.get(str(model_type)), ", ".join(families)
+        why = f"is not supported: it needs {needs}" if needs else f"is not known, only {known}"
         raise ValueError(
             f"config.json: {entry}={model_type!r} {why}. Pass family=(its Config, its Model) to "
             "load_pretrained for one of your own."

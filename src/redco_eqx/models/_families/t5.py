@@ -1,8 +1,9 @@
 """T5 (Raffel et al. 2020): v1.0, v1.1 and Flan, with a tied head or a separate one."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -10,15 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import make_head
+from redco_eqx.models._blocks.dropout import dropout, split_key
 from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, dropout, split_key
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, make_linears
 from redco_eqx.models._blocks.model import Options, make_layers
-from redco_eqx.models._blocks.relative_bias import relative_bias
+from redco_eqx.models._blocks.multihead import HeadsAttention
+from redco_eqx.models._blocks.positions import relative_bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,9 @@ class T5Config(Config):
         `config.json` means true unless its `tie_word_embeddings` is false.
     """
 
-    model_type: ClassVar[str] = "t5"
-    architecture: ClassVar[str] = "T5ForConditionalGeneration"
-    aliases: ClassVar[Mapping[str, str]] = {
+    model_type = "t5"
+    architecture = "T5ForConditionalGeneration"
+    aliases = {
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",
         "num_hidden_layers": "num_layers",
@@ -76,7 +78,7 @@ class T5Config(Config):
         return super().from_json({"scale_decoder_outputs": scales, **raw})
 
 
-class T5Attention(eqx.Module):
+class T5Attention(HeadsAttention):
     """Multi-head attention with unscaled scores. The context has the bias of relative positions.
 
     - `relative_attention_bias`: the table that all layers share, in the first layer of a list.
@@ -87,58 +89,19 @@ class T5Attention(eqx.Module):
     v: Linear
     o: Linear
     relative_attention_bias: Embedding | None
-    dropout: eqx.nn.Dropout
-    config: T5Config = eqx.field(static=True)
+
+    names = ("q", "k", "v", "o")
+    scale = 1.0
 
     def __init__(self, config: T5Config, *, key: Key):
         size, inner, factor = config.d_model, config.num_heads * config.d_kv, config.initializer_factor
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_key, kv_key, o_key = jax.random.split(key, 3)
         q_std = factor * (size * config.d_kv) ** -0.5
         self.q = Linear(size, inner, use_bias=False, std=q_std, key=q_key)
-        self.k = Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=k_key)
-        self.v = Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=v_key)
+        self.k, self.v = make_linears(kv_key, *[(size, inner)] * 2, use_bias=False, std=factor * size**-0.5)
         self.o = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=o_key)
         self.relative_attention_bias = None
-        self.dropout = eqx.nn.Dropout(config.dropout_rate)
-        self.config = config
-
-    def over_itself(
-        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
-    ) -> LayerOutput:
-        """Compute self-attention."""
-        size = self.config.d_kv
-        q, k, v = (split_heads(y, size) for y in context.column(x, self.q, self.k, self.v, unit=size))
-        heads, cache = context.attend(q, k, v, cache, scale=1.0, dropout=self.dropout, dropout_key=key)
-        return context.row(heads, self.o, unit=size), cache
-
-    def over_memory(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
-        """Compute cross-attention."""
-        size = self.config.d_kv
-        (q,) = context.column(x, self.q, unit=size)
-        heads = context.cross_attend(split_heads(q, size), scale=1.0, dropout=self.dropout, dropout_key=key)
-        return context.row(heads, self.o, unit=size)
-
-
-class T5SelfAttention(eqx.Module):
-    """Self-attention, with a norm before it."""
-
-    SelfAttention: T5Attention
-    layer_norm: RMSNorm
-
-    def __init__(self, config: T5Config, *, key: Key):
-        self.SelfAttention = T5Attention(config, key=key)
-        self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
-
-
-class T5CrossAttention(eqx.Module):
-    """Cross-attention, with a norm before it."""
-
-    EncDecAttention: T5Attention
-    layer_norm: RMSNorm
-
-    def __init__(self, config: T5Config, *, key: Key):
-        self.EncDecAttention = T5Attention(config, key=key)
-        self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout, self.num_heads = eqx.nn.Dropout(config.dropout_rate), config.num_heads
 
 
 class T5MLP(eqx.Module):
@@ -153,14 +116,10 @@ class T5MLP(eqx.Module):
 
     def __init__(self, config: T5Config, *, key: Key):
         size, inner, factor = config.d_model, config.d_ff, config.initializer_factor
-        in_key, gate_key, out_key = jax.random.split(key, 3)
-
-        def into(key: Key) -> Linear:
-            return Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=key)
-
-        self.wi = None if config.is_gated else into(in_key)
-        self.wi_0 = into(gate_key) if config.is_gated else None
-        self.wi_1 = into(in_key) if config.is_gated else None
+        in_key, out_key = jax.random.split(key)
+        sizes = [(size, inner)] * (1 + config.is_gated)
+        first, *second = make_linears(in_key, *sizes, use_bias=False, std=factor * size**-0.5)
+        self.wi, self.wi_0, self.wi_1 = (None, first, second[0]) if second else (first, None, None)
         self.wo = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=out_key)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
         self.activation = config.activation
@@ -174,38 +133,42 @@ class T5MLP(eqx.Module):
         return context.row(dropout(self.dropout, hidden, key), self.wo)
 
 
-class T5FeedForward(eqx.Module):
-    """The MLP, with a norm before it."""
+class T5Part(eqx.Module):
+    """Self-attention, cross-attention or an MLP, with a norm before it."""
 
-    DenseReluDense: T5MLP
+    SelfAttention: T5Attention | None
+    EncDecAttention: T5Attention | None
+    DenseReluDense: T5MLP | None
     layer_norm: RMSNorm
 
-    def __init__(self, config: T5Config, *, key: Key):
-        self.DenseReluDense = T5MLP(config, key=key)
+    def __init__(self, config: T5Config, kind: str, *, key: Key):
+        self.SelfAttention = T5Attention(config, key=key) if kind == "self" else None
+        self.EncDecAttention = T5Attention(config, key=key) if kind == "cross" else None
+        self.DenseReluDense = T5MLP(config, key=key) if kind == "mlp" else None
         self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
 
 class T5Block(eqx.Module):
     """Self-attention, cross-attention in the decoder, then MLP, each added to the stream."""
 
-    layer: list[T5SelfAttention | T5CrossAttention | T5FeedForward]
+    layer: list[T5Part]
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: T5Config, *, is_decoder: bool, key: Key):
-        self_key, cross_key, mlp_key = jax.random.split(key, 3)
-        cross = [T5CrossAttention(config, key=cross_key)] if is_decoder else []
-        self.layer = [T5SelfAttention(config, key=self_key), *cross, T5FeedForward(config, key=mlp_key)]
+        kinds = ("self", "cross", "mlp") if is_decoder else ("self", "mlp")
+        keys = jax.random.split(key, len(kinds))
+        self.layer = [T5Part(config, kind, key=key) for kind, key in zip(kinds, keys)]
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
 
     def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         for part in self.layer:
             inner_key, outer_key, key = split_key(key, 3)
             y = part.layer_norm(x)
-            if isinstance(part, T5SelfAttention):
-                y, cache = part.SelfAttention.over_itself(y, context, cache, inner_key)
-            elif isinstance(part, T5CrossAttention):
+            if part.SelfAttention is not None:
+                y, cache = part.SelfAttention(y, context, cache, inner_key)
+            if part.EncDecAttention is not None:
                 y = part.EncDecAttention.over_memory(y, context, inner_key)
-            else:
+            if part.DenseReluDense is not None:
                 y = part.DenseReluDense(y, context, inner_key)
             x = _finite(x + dropout(self.dropout, y, outer_key))
         return x, cache
@@ -227,20 +190,21 @@ class T5Stack(eqx.Module):
     relative_attention_bias: Embedding | None
     final_layer_norm: RMSNorm
     dropout: eqx.nn.Dropout
+    max_distance: int = eqx.field(static=True)
+    bidirectional: bool = eqx.field(static=True)
 
     def __init__(self, config: T5Config, *, is_decoder: bool, stacked: bool, key: Key):
         layers_key, table_key = jax.random.split(key)
         num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
-        block = make_layers(
-            lambda config, *, key: T5Block(config, is_decoder=is_decoder, key=key),
-            config, stacked=stacked, key=layers_key, num_layers=num_layers,
-        )  # fmt: skip
+        make_block = functools.partial(T5Block, is_decoder=is_decoder)
+        block = make_layers(make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers)
         std = config.initializer_factor * config.d_model**-0.5
         table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=table_key)
         self.block = block if stacked else [_with_table(block[0], table), *block[1:]]
         self.relative_attention_bias = table if stacked else None
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
+        self.max_distance, self.bidirectional = config.relative_attention_max_distance, not is_decoder
 
     @property
     def layers(self) -> PyTree:
@@ -249,11 +213,16 @@ class T5Stack(eqx.Module):
             return [_with_table(self.block[0], None), *self.block[1:]]
         return self.block
 
-    @property
-    def table(self) -> Embedding:
-        """The table of relative positions that all layers share."""
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Float[Array, "n h t s"]:
+        """Return the bias of relative positions, by the table that all layers share."""
         table = self.relative_attention_bias
-        return self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table
+        return relative_bias(
+            self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table,
+            query, key,
+            bidirectional=self.bidirectional, max_distance=self.max_distance, batch_size=batch_size,
+        )  # fmt: skip
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Apply the norm and dropout after the last layer."""
@@ -277,20 +246,18 @@ class T5ForConditionalGeneration(EncoderDecoder):
     lm_head: Linear | None
     config: T5Config = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("encoder.block", "decoder.block")
-    in_first_layer: ClassVar[Mapping[str, str]] = {
+    stacks = ("encoder.block", "decoder.block")
+    in_first_layer = {
         f"{stack}.relative_attention_bias": f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
         for stack in ("encoder", "decoder")
     }
-    ignored: ClassVar[tuple[str, ...]] = (
-        r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
-    )
-    tied: ClassVar[Mapping[str, str]] = {
+    ignored = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+    tied = {
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
     }
-    tied_by_file: ClassVar[bool] = True
+    tied_by_file = True
 
     def __init__(self, config: T5Config, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
@@ -316,8 +283,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
         x = encode_tokens(
             self, inputs, embed, self.encoder.layers,
-            attention_mask=attention_mask, max_positions=None,
-            bias=self._bias(self.encoder, places, places, len(inputs), bidirectional=True), key=body_key,
+            attention_mask=attention_mask, bias=self.encoder.bias(places, places, len(inputs)), key=body_key,
         )  # fmt: skip
         return self.encoder.finish(x, finish_key)
 
@@ -328,24 +294,9 @@ class T5ForConditionalGeneration(EncoderDecoder):
     def bias(
         self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
     ) -> Float[Array, "n h t s"]:
-        return self._bias(self.decoder, query, key, batch_size, bidirectional=False)
+        return self.decoder.bias(query, key, batch_size)
 
-    def _bias(
-        self,
-        stack: T5Stack,
-        query: Int[Array, "r t"],
-        key: Int[Array, "r s"],
-        batch_size: int,
-        *,
-        bidirectional: bool,
-    ) -> Float[Array, "n h t s"]:
-        return relative_bias(
-            stack.table, query, key,
-            bidirectional=bidirectional,
-            max_distance=self.config.relative_attention_max_distance, batch_size=batch_size,
-        )  # fmt: skip
-
-    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
+    def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         return dropout(self.decoder.dropout, context.embed(self.shared, input_ids), key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:

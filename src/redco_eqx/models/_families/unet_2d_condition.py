@@ -2,8 +2,7 @@
 text."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -11,16 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._blocks.layers import split_key
+from redco_eqx.models._blocks.dropout import split_key
 from redco_eqx.models._blocks.model import Options
-from redco_eqx.models._diffusion.blocks import DownBlock, Given, MakeAttention, MidBlock, UpBlock
-from redco_eqx.models._diffusion.config import StagesConfig
-from redco_eqx.models._diffusion.layers import Conv, GroupNorm
-from redco_eqx.models._diffusion.model import ImageModel, check_image
-from redco_eqx.models._diffusion.resnet import ResnetBlock
-from redco_eqx.models._diffusion.time import TimeEmbedding, sinusoids
-from redco_eqx.models._diffusion.transformer import SpatialTransformer
+from redco_eqx.models._diffusion.blocks import Given, MakeAttention, SpatialTransformer, Stage
+from redco_eqx.models._diffusion.layers import Conv, GroupNorm, ResnetBlock, TimeEmbedding, sinusoids
+from redco_eqx.models._diffusion.model import ImageModel, StagesConfig, check_image
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
 _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
@@ -36,36 +30,26 @@ class UNet2DConditionConfig(StagesConfig):
         for each.
     """
 
-    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"proj": ("value", "gate")}
-    model_type: ClassVar[str] = "UNet2DConditionModel"
-    only: ClassVar[Mapping[str, Json]] = {
+    joined = {"proj": ("value", "gate")}
+    model_type = "UNet2DConditionModel"
+    only = {
+        **dict.fromkeys((
+            "addition_embed_type", "class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type",
+            "num_attention_heads", "num_class_embeds", "reverse_transformer_layers_per_block",
+            "time_cond_proj_dim", "time_embedding_act_fn", "time_embedding_dim", "timestep_post_act",
+        )),
+        **dict.fromkeys((
+            "center_input_sample", "class_embeddings_concat", "dual_cross_attention", "only_cross_attention",
+            "resnet_skip_time_act",
+        ), False),
+        **dict.fromkeys(("downsample_padding", "mid_block_scale_factor", "resnet_out_scale_factor"), 1),
+        **dict.fromkeys(("conv_in_kernel", "conv_out_kernel"), 3),
         "act_fn": "silu",
-        "addition_embed_type": None,
         "attention_type": "default",
-        "center_input_sample": False,
-        "class_embed_type": None,
-        "class_embeddings_concat": False,
-        "conv_in_kernel": 3,
-        "conv_out_kernel": 3,
-        "downsample_padding": 1,
-        "dual_cross_attention": False,
-        "encoder_hid_dim": None,
-        "encoder_hid_dim_type": None,
-        "mid_block_scale_factor": 1,
         "mid_block_type": "UNetMidBlock2DCrossAttn",
-        "num_attention_heads": None,
-        "num_class_embeds": None,
-        "only_cross_attention": False,
-        "resnet_out_scale_factor": 1,
-        "resnet_skip_time_act": False,
         "resnet_time_scale_shift": "default",
-        "reverse_transformer_layers_per_block": None,
-        "time_cond_proj_dim": None,
-        "time_embedding_act_fn": None,
-        "time_embedding_dim": None,
         "time_embedding_type": "positional",
-        "timestep_post_act": None,
-    }
+    }  # fmt: skip
 
     sample_size: int | tuple[int, ...] | None = None
     in_channels: int = 4
@@ -89,8 +73,8 @@ class UNet2DConditionConfig(StagesConfig):
             self.per_stage(name)
         for channels, num_heads in zip(self.block_out_channels, self.per_stage("attention_head_dim")):
             if channels % num_heads:
-                raise ValueError(
-                    f"UNet2DConditionConfig: attention_head_dim={self.attention_head_dim} is the number of "
+                raise self.error(
+                    f"attention_head_dim={self.attention_head_dim} is the number of "
                     f"heads, not their size, but {channels} of block_out_channels is not a multiple of"
                     f" {num_heads}."
                 )
@@ -103,20 +87,15 @@ class UNet2DConditionModel(ImageModel):
 
     conv_in: Conv
     time_embedding: TimeEmbedding
-    down_blocks: list[DownBlock]
-    mid_block: MidBlock
-    up_blocks: list[UpBlock]
+    down_blocks: list[Stage]
+    mid_block: Stage
+    up_blocks: list[Stage]
     conv_norm_out: GroupNorm
     conv_out: Conv
     config: UNet2DConditionConfig = eqx.field(static=True)
 
     def __init__(
-        self,
-        config: UNet2DConditionConfig,
-        *,
-        stacked: bool = False,
-        key: Key,
-        **options: Unpack[Options],
+        self, config: UNet2DConditionConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
     ):
         super().__init__(config, stacked=stacked, **options)
         in_key, time_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
@@ -148,16 +127,17 @@ class UNet2DConditionModel(ImageModel):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
             attention = attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
             padding = (1, 1) if i < num_stages - 1 else None
-            block = DownBlock(num_in, channels[i], make_resnet, attention, padding=padding, key=key)
+            block = Stage(num_in, channels[i], make_resnet, attention, padding=padding, key=key)
             self.down_blocks.append(block)
             skipped += [channels[i]] * (num_layers[i] + (padding is not None))
-        self.mid_block = MidBlock(channels[-1], make_resnet, attention_of(num_stages - 1), key=mid_key)
-        self.up_blocks, before = [], channels[-1]
+        last, attention = channels[-1], attention_of(num_stages - 1)
+        self.mid_block = Stage([last] * 2, last, make_resnet, attention, is_middle=True, key=mid_key)
+        self.up_blocks, before = [], last
         for i, key in zip(reversed(range(num_stages)), jax.random.split(up_key, num_stages)):
             num_in = [x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])]
             before = channels[i]
             attention = attention_of(i) if config.up_block_types[num_stages - 1 - i] == _UP[1] else None
-            block = UpBlock(num_in, before, make_resnet, attention, is_last=i == 0, key=key)
+            block = Stage(num_in, before, make_resnet, attention, enlarges=i > 0, key=key)
             self.up_blocks.append(block)
         self.conv_norm_out = GroupNorm(num_groups, channels[0], eps=config.norm_eps)
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
@@ -209,11 +189,11 @@ class UNet2DConditionModel(ImageModel):
         x = self.conv_in(sample)
         skips = [x]
         for block, own in zip(self.down_blocks, split_key(down_key, len(self.down_blocks))):
-            skips += block(x, given, own)
+            skips += block.down(x, given, own)
             x = skips[-1]
-        x = self.mid_block(x, given, mid_key)
+        x = self.mid_block.down(x, given, mid_key)[-1]
         for block, own in zip(self.up_blocks, split_key(up_key, len(self.up_blocks))):
             taken = [skips.pop() for _ in block.resnets]
             size = (skips[-1].shape[2], skips[-1].shape[3]) if skips else None
-            x = block(x, taken, given, size, own)
+            x = block.up(x, taken, given, size, own)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))

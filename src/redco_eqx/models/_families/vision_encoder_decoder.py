@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import BaseConfig, Json
-from redco_eqx.models._blocks.context import Context, Hidden
+from redco_eqx.models._blocks.context import Context, Hidden, Ids
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._blocks.model import Options
@@ -26,9 +26,10 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class VisionEncoderDecoderConfig(BaseConfig):
     """A ViT and a GPT-2, each with its own configuration. Missing special tokens come from the decoder's."""
 
-    model_type: ClassVar[str] = "vision-encoder-decoder"
-    architecture: ClassVar[str] = "VisionEncoderDecoderModel"
-    only: ClassVar[Mapping[str, Json]] = {"tie_word_embeddings": False}
+    model_type = "vision-encoder-decoder"
+    architecture = "VisionEncoderDecoderModel"
+    only = {"tie_word_embeddings": False}
+    has_positions = True
 
     encoder: ViTConfig = dataclasses.field(default_factory=ViTConfig)
     decoder: GPT2Config = dataclasses.field(default_factory=GPT2Config)
@@ -50,21 +51,9 @@ class VisionEncoderDecoderConfig(BaseConfig):
         """Size of the decoder's vocabulary."""
         return self.decoder.vocab_size
 
-    @property
-    def num_layers(self) -> int:
-        return self.decoder.num_layers
-
-    @property
-    def kv_heads(self) -> int:
-        return self.decoder.kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.decoder.head_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.decoder.max_positions
+    def entry(self, name: str, *default: Any) -> Any:
+        """Return the decoder's entry."""
+        return self.decoder.entry(name, *default)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "VisionEncoderDecoderConfig":
@@ -96,25 +85,20 @@ class VisionEncoderDecoderModel(EncoderDecoder):
     lm_head: None
     config: VisionEncoderDecoderConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("encoder.encoder.layer", "decoder.transformer.h")
-    fused: ClassVar[tuple[str, ...]] = GPT2LMHeadModel.fused
-    ignored: ClassVar[tuple[str, ...]] = (r"\b(attn|crossattention)\.(masked_)?bias$",)
-    tied: ClassVar[Mapping[str, str]] = {"decoder.lm_head.weight": "decoder.transformer.wte.weight"}
-    buffers: ClassVar[tuple[str, ...]] = ("encoder.pooler.dense.weight", "encoder.pooler.dense.bias")
+    stacks = ("encoder.encoder.layer", "decoder.transformer.h")
+    fused = GPT2LMHeadModel.fused
+    ignored = (r"\b(attn|crossattention)\.(masked_)?bias$",)
+    tied = {"decoder.lm_head.weight": "decoder.transformer.wte.weight"}
+    buffers = ("encoder.pooler.dense.weight", "encoder.pooler.dense.bias")
 
     def __init__(
-        self,
-        config: VisionEncoderDecoderConfig,
-        *,
-        stacked: bool = False,
-        key: Key,
-        **options: Unpack[Options],
+        self, config: VisionEncoderDecoderConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
     ):
         super().__init__(config, **options)
         encoder_key, decoder_key, between_key = jax.random.split(key, 3)
         wide, narrow = config.encoder.hidden_size, config.decoder.n_embd
         encoder = ViTModel(config.encoder, pools=False, stacked=stacked, key=encoder_key, **options)
-        pooler = eqx.filter_eval_shape(lambda key: Dense(wide, wide, std=1.0, key=key), key)
+        pooler = eqx.filter_eval_shape(lambda key: Dense(Linear(wide, wide, std=1.0, key=key)), key)
         pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)  # takes no memory
         self.encoder = eqx.tree_at(lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None)
         self.decoder = GPT2LMHeadModel(config.decoder, stacked=stacked, key=decoder_key, **options)
@@ -148,7 +132,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
     def cross_projections(self, layer: PyTree) -> tuple[PyTree]:
         return (layer.crossattention.c_attn,)
 
-    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
+    def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         return self.decoder.embed(input_ids, context, key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:

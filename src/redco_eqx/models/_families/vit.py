@@ -1,7 +1,7 @@
 """ViT (Dosovitskiy et al. 2021): without a head, and with a head over labels."""
 
 import dataclasses
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -10,36 +10,27 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import BaseConfig, Labels
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
-from redco_eqx.models._blocks.encoder import EncoderLayers
-from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, dropout, split_key
+from redco_eqx.models._blocks.context import Context, Hidden
+from redco_eqx.models._blocks.dropout import dropout, split_key
+from redco_eqx.models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers
+from redco_eqx.models._blocks.layers import LayerNorm, Linear
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
-from redco_eqx.models._blocks.multihead import Dense, SelfAttention
+from redco_eqx.models._blocks.multihead import Dense, pool_first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(BaseConfig):
+class ViTConfig(EncoderConfig):
     """ViT, base to huge, for square images of side `image_size`. `labels` are the outputs of a classifier."""
 
-    model_type: ClassVar[str] = "vit"
-    architecture: ClassVar[str] = "ViTModel"
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image_size", "patch_size"),)
+    model_type = "vit"
+    architecture = "ViTModel"
+    norm_first = True
+    multiples = (("image_size", "patch_size"),)
 
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.0
-    attention_probs_dropout_prob: float = 0.0
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3
     qkv_bias: bool = True
-    labels: Labels = dataclasses.field(default_factory=Labels)
 
     @property
     def num_patches(self) -> int:
@@ -104,49 +95,6 @@ class ViTEmbeddings(eqx.Module):
         return dropout(self.dropout, x, key)
 
 
-class ViTAttention(eqx.Module):
-    """Attention, and its output projection."""
-
-    attention: SelfAttention
-    output: Dense
-
-
-class ViTLayer(eqx.Module):
-    """Attention, then MLP, each with a norm before it, added to the stream."""
-
-    attention: ViTAttention
-    intermediate: Dense
-    output: Dense
-    layernorm_before: LayerNorm
-    layernorm_after: LayerNorm
-    dropout: eqx.nn.Dropout
-    config: ViTConfig = eqx.field(static=True)
-
-    def __init__(self, config: ViTConfig, *, key: Key):
-        heads_key, attention_key, in_key, out_key = jax.random.split(key, 4)
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        heads = SelfAttention(
-            size, config.num_attention_heads,
-            use_bias=config.qkv_bias, dropout=config.attention_probs_dropout_prob, std=std, key=heads_key,
-        )  # fmt: skip
-        self.attention = ViTAttention(heads, Dense(size, size, std=std, key=attention_key))
-        self.intermediate = Dense(size, inner, std=std, key=in_key)
-        self.output = Dense(inner, size, std=std, key=out_key)
-        self.layernorm_before = LayerNorm(size, eps=config.layer_norm_eps)
-        self.layernorm_after = LayerNorm(size, eps=config.layer_norm_eps)
-        self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
-        self.config = config
-
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
-        heads_key, attention_key, mlp_key = split_key(key, 3)
-        heads = self.attention.attention(self.layernorm_before(x), context, heads_key)
-        y = context.row(heads, self.attention.output.dense, unit=self.config.head_size)
-        x = x + dropout(self.dropout, y, attention_key)
-        (hidden,) = context.column(self.layernorm_after(x), self.intermediate.dense)
-        y = context.row(ACTIVATIONS[self.config.hidden_act](hidden), self.output.dense)
-        return x + dropout(self.dropout, y, mlp_key), cache
-
-
 class ViTModel(Model):
     """ViT without a head: a call returns the hidden states, and `pool` reads the first of them."""
 
@@ -156,10 +104,10 @@ class ViTModel(Model):
     pooler: Dense | None
     config: ViTConfig = eqx.field(static=True)
 
-    stacks: ClassVar[tuple[str, ...]] = ("encoder.layer",)
-    outer: ClassVar[tuple[str, ...]] = ("vit.",)
-    ignored: ClassVar[tuple[str, ...]] = (r"^classifier\.",)
-    heads: ClassVar[tuple[str, ...]] = ("pooler",)
+    stacks = ("encoder.layer",)
+    outer = ("vit.",)
+    ignored = (r"^classifier\.",)
+    heads = ("pooler",)
 
     def __init__(
         self,
@@ -174,9 +122,9 @@ class ViTModel(Model):
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         size, std = config.hidden_size, config.initializer_range
         self.embeddings = ViTEmbeddings(config, key=embeddings_key)
-        self.encoder = EncoderLayers(make_layers(ViTLayer, config, stacked=stacked, key=layers_key))
-        self.layernorm = LayerNorm(size, eps=config.layer_norm_eps)
-        self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
+        self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
+        self.layernorm = config.make_norm()
+        self.pooler = Dense(Linear(size, size, std=std, key=pooler_key)) if pools else None
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         size = self.config.image_size
@@ -204,9 +152,7 @@ class ViTModel(Model):
 
     def pool(self, hidden: Hidden) -> Float[Array, "b size"]:
         """Return a vector for the whole image."""
-        if self.pooler is None:
-            raise ValueError("pool: this model has no pooler, because its head does not use one.")
-        return jnp.tanh(self.pooler.dense(hidden[:, 0]))
+        return pool_first(self.pooler, hidden)
 
 
 class ViTForImageClassification(Model):
@@ -216,11 +162,11 @@ class ViTForImageClassification(Model):
     classifier: Linear
     config: ViTConfig = eqx.field(static=True)
 
-    architecture: ClassVar[str | None] = "ViTForImageClassification"
-    stacks: ClassVar[tuple[str, ...]] = ("vit.encoder.layer",)
-    prefixes: ClassVar[tuple[str, ...]] = ("vit.",)
-    ignored: ClassVar[tuple[str, ...]] = (r"\bpooler\.",)
-    heads: ClassVar[tuple[str, ...]] = ("classifier",)
+    architecture = "ViTForImageClassification"
+    stacks = ("vit.encoder.layer",)
+    prefixes = ("vit.",)
+    ignored = (r"\bpooler\.",)
+    heads = ("classifier",)
 
     def __init__(self, config: ViTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)

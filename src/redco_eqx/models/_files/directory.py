@@ -154,14 +154,10 @@ def prepare(
         check_links(Path(source), directory)
     directory.mkdir(parents=True, exist_ok=True)
     tidy(directory)
-    present = directory / CONFIG
+    present, tag = directory / CONFIG, ""
     if not present.exists():
-        _write(present, config)
-        os.replace(part(present), present)
-        tag = ""
-    elif present.read_bytes() == config.encode():
-        tag = ""
-    else:
+        write_beside(present, config)
+    elif present.read_bytes() != config.encode():
         tag = secrets.token_hex(8)
         _write(directory / f"{CONFIG}.{tag}", config)
     if num_files == 1:

@@ -57,14 +57,18 @@ class ImageProcessor:
         return np.stack(found)
 
     def _one(self, image: Image) -> Float[np.ndarray, "c h w"]:
-        pillow = _pillow()
+        try:
+            import PIL.Image
+        except ImportError as error:
+            hint = 'Install it with: pip install "redco_eqx[hf]"'
+            raise ImportError(f"Preparing images needs Pillow. {hint}") from error
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
                 raise ValueError(
                     f"ImageProcessor: an image is {image.dtype}{list(image.shape)}, but an array must be uint8 "
                     "(height, width, 3)."
                 )
-            image = pillow.fromarray(image)
+            image = PIL.Image.fromarray(image)
         image = image.convert("RGB")
         if self.size is not None:
             height, width = _target(self.size, image.height, image.width)
@@ -171,13 +175,3 @@ def _crop(x: np.ndarray, height: int, width: int) -> np.ndarray:
         )
     top, left = math.floor((x.shape[0] - height) / 2), math.floor((x.shape[1] - width) / 2)
     return x[top : top + height, left : left + width]
-
-
-def _pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise ImportError(
-            'Preparing images needs Pillow. Install it with: pip install "redco_eqx[hf]"'
-        ) from error
-    return PIL.Image

@@ -18,19 +18,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from redco_eqx._base.protocols import Key
-from redco_eqx._base.tree import is_array, leaves_with_paths, to_arrays, to_paths
+from redco_eqx._base.tree import first_few, is_array, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._sharding.mesh import axis_size, num_batch_shards, one_device_mesh
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
-from redco_eqx.models._blocks.model import Model, Options
-from redco_eqx.models._blocks.vocabulary import check_can_pad, pad_vocabulary
+from redco_eqx.models._blocks.decoder import check_can_pad, pad_vocabulary
+from redco_eqx.models._blocks.model import Model, Options, count_layers
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, count_stored, entries_of, match_keys
+from redco_eqx.models._files.pieces import place
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
-from redco_eqx.models._files.slices import place
 
 
 def load_pretrained(
@@ -193,8 +193,7 @@ def _check_layers(
     """
     problems, model = [], make(True) if family.stacks else None
     for stack in family.stacks:
-        layers = attrgetter(stack)(model)
-        wanted = len(layers) if isinstance(layers, list) else next(iter(to_arrays(layers).values())).shape[0]
+        wanted = count_layers(attrgetter(stack)(model))
         if (found := count_stored(stored, stack, family)) != wanted:
             problems.append(f"it has {wanted} layers at {stack}, the files have {found}")
     for name in ("layers_per_block", "transformer_layers_per_block") if not family.stacks else ():
@@ -244,7 +243,7 @@ def _find(
         key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
         for key, name in match.found.items()
     }
-    problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
+    problems = [f"{len(names)} {what}: {first_few(names)}" for what, names in (
         ("missing", [
             f"{key} {list(shape)}" for key, shape in shapes.items()
             if key not in found and key not in family.buffers and not key.startswith(may_lack)
@@ -287,7 +286,7 @@ def _open(directory: Path, stem: str) -> dict[str, Stored]:
     lacking = [f"{key} ({file.name})" for key, file in files.items() if key not in contents[file]]
     if lacking:
         raise ValueError(
-            f"load_pretrained: the index in {directory} puts keys into files without them: {_shorten(lacking)}."
+            f"load_pretrained: {directory}: the index puts keys into files without them: {first_few(lacking)}."
         )
     return {key: contents[file][key] for key, file in files.items()}
 
@@ -299,10 +298,3 @@ def _equal(one: Stored, other: Stored) -> bool:
     rows = max(1, 2**22 // math.prod(one.shape[1:]))
     parts = [slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)]
     return all(one.read((p,)).tobytes() == other.read((p,)).tobytes() for p in parts)
-
-
-def _shorten(names: Iterable[str], most: int = 10) -> str:
-    """Join names into a line, with only the first `most` of them."""
-    names = list(names)
-    rest = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -13,8 +13,6 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from redco_eqx._base.tree import first_few, path_of, to_arrays, to_paths
 from redco_eqx._sharding.mesh import one_device_mesh
@@ -25,9 +23,8 @@ from redco_eqx.models._blocks.lora import LoRA, add_lora, beside
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import part, read_json, write_beside
 from redco_eqx.models._files.names import Entry, entries_of
-from redco_eqx.models._files.pieces import check_arrays, pieces_of, write_together
+from redco_eqx.models._files.pieces import check_arrays, pieces_of, place, write_together
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file, write_file
-from redco_eqx.models._files.slices import place
 
 M = TypeVar("M", bound=Model)
 
@@ -165,14 +162,8 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
 
 
 def _branches(model: Model) -> dict[str, LoRA]:
-    found: dict[str, LoRA] = {}
-
-    def note(keypath: KeyPath, node: PyTree) -> None:
-        if isinstance(node, LoRA):
-            found[path_of(keypath)] = node
-
-    jax.tree_util.tree_map_with_path(note, model, is_leaf=lambda x: isinstance(x, LoRA))
-    return found
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, LoRA))
+    return {path_of(keypath): x for keypath, x in leaves if isinstance(x, LoRA)}
 
 
 def _key(path: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from redco_eqx._base.tree import join, to_arrays
+from redco_eqx.models._blocks.decoder import is_vocabulary
 from redco_eqx.models._blocks.model import Model
-from redco_eqx.models._blocks.vocabulary import is_vocabulary
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Old names of norms' arrays, in files converted from TensorFlow."""

@@ -15,10 +15,9 @@ from jax.typing import DTypeLike
 from redco_eqx._parallel.linear import Remat
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._diffusion.config import VERSION
-from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
-from redco_eqx.models._diffusion.pndm import PNDMScheduler
+from redco_eqx.models._diffusion.model import VERSION
 from redco_eqx.models._diffusion.scheduler import Scheduler
+from redco_eqx.models._diffusion.schedulers import DDIMScheduler, DDPMScheduler, PNDMScheduler
 from redco_eqx.models._files.directory import carry_over, check_links, part, read_json, write_beside
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.pieces import write_together
@@ -108,7 +107,7 @@ def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
     try:
         scheduler: Scheduler = SCHEDULERS[name].from_json(read_json(file))
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"load_stable_diffusion: {directory}: {error}") from error
     changes = {"steps_offset": 1, **({"clip_sample": False} if hasattr(scheduler, "clip_sample") else {})}
     return dataclasses.replace(scheduler, **changes)
 
@@ -159,9 +158,7 @@ def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
             shutil.rmtree(part(target), ignore_errors=True)
             shutil.copytree(folder, part(target))
             os.replace(part(target), target)
-    rest.setdefault("tokenizer", TOKENIZER)
-    for name in OPTIONAL:
-        rest.setdefault(name, ABSENT)
+    rest = {"tokenizer": TOKENIZER, **dict.fromkeys(OPTIONAL, ABSENT), **rest}
     found = {
         name: entry if not isinstance(entry, list) or (directory / name).is_dir() else ABSENT
         for name, entry in rest.items()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx.models._blocks.context import Cache, Memory
-from redco_eqx.models._blocks.decoder import Decoder, DecoderLM
+from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.model import unstack
 
@@ -67,22 +67,21 @@ def read_prompt(
             )
     if not max_new_tokens >= 1:
         raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be at least 1.")
-    if isinstance(model, EncoderDecoder):
-        _check_source(name, model, inputs, attention_mask)
-        size = jnp.shape(inputs)[0]
-        start = _start(name, model, size) if decoder_input_ids is None else decoder_input_ids
-        _check_tokens(name, "decoder_input_ids", model, start, None)
-        if jnp.shape(start)[0] != size:
-            raise ValueError(
-                f"{name}: decoder_input_ids has {jnp.shape(start)[0]} rows, but inputs {size}. Pass one each."
-            )
-        tokens = start
-    else:
-        if decoder_input_ids is not None:
-            raise ValueError(f"{name}: decoder_input_ids is for models with an encoder. Pass inputs alone.")
-        _check_mask(name, inputs, attention_mask)
+    tokens = inputs
+    if not isinstance(model, EncoderDecoder) or jnp.ndim(inputs) != 4:
         _check_tokens(name, "inputs", model, inputs, attention_mask)
-        tokens = inputs
+    elif attention_mask is not None:
+        raise ValueError(f"{name}: attention_mask is for texts, but inputs has shape {jnp.shape(inputs)}.")
+    if isinstance(model, EncoderDecoder):
+        size = jnp.shape(inputs)[0]
+        tokens = _start(name, model, size) if decoder_input_ids is None else decoder_input_ids
+        _check_tokens(name, "decoder_input_ids", model, tokens, None)
+        if jnp.shape(tokens)[0] != size:
+            raise ValueError(
+                f"{name}: decoder_input_ids has {jnp.shape(tokens)[0]} rows, but inputs {size}. Pass one each."
+            )
+    elif decoder_input_ids is not None:
+        raise ValueError(f"{name}: decoder_input_ids is for models with an encoder. Pass inputs alone.")
     room, length = model.config.max_positions, jnp.shape(tokens)[1]
     if room is not None and length + max_new_tokens > room:
         raise ValueError(
@@ -99,6 +98,10 @@ def read_prompt(
 
 def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: Tokens | None) -> None:
     shape, dtype = jnp.shape(ids), jnp.result_type(ids)
+    if mask is not None and jnp.shape(mask) != shape:
+        raise ValueError(
+            f"{name}: attention_mask has shape {jnp.shape(mask)}, but it must be that of inputs, {shape}."
+        )
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: {argument} has dtype {dtype}, but tokens are integers.")
     if len(shape) != 2 or shape[1] == 0:
@@ -117,23 +120,6 @@ def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: T
             f"{name}: {argument}[{row}, {place}] is {ids[row, place]}, but the model's tokens are 0 to "
             f"{size - 1}. Use the model's own tokenizer, or mask the padding with attention_mask."
         )
-
-
-def _check_mask(name: str, ids: Tokens, mask: Tokens | None) -> None:
-    if mask is not None and jnp.shape(mask) != jnp.shape(ids):
-        raise ValueError(
-            f"{name}: attention_mask has shape {jnp.shape(mask)}, but it must be that of inputs, "
-            f"{jnp.shape(ids)}."
-        )
-
-
-def _check_source(name: str, model: Decoder, inputs: Tokens, attention_mask: Tokens | None) -> None:
-    """Check the encoder's input: tokens, or images, which have no mask."""
-    if jnp.ndim(inputs) != 4:
-        _check_mask(name, inputs, attention_mask)
-        _check_tokens(name, "inputs", model, inputs, attention_mask)
-    elif attention_mask is not None:
-        raise ValueError(f"{name}: attention_mask is for texts, but inputs has shape {jnp.shape(inputs)}.")
 
 
 def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
@@ -186,12 +172,8 @@ def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
     return model.encode(source, attention_mask=mask)
 
 
-def _step(model: Decoder, memory: Memory | None) -> Step:
-    if isinstance(model, DecoderLM):
-        return model.hidden_states
-    assert isinstance(model, EncoderDecoder)
-    assert memory is not None
-    return partial(model.decode, memory=memory)
+def _step(model: Any, memory: Memory | None) -> Step:
+    return model.hidden_states if memory is None else partial(model.decode, memory=memory)
 
 
 def _unstacked(model: Decoder) -> Decoder:

@@ -1,12 +1,13 @@
-"""DDPM (Ho et al. 2020) and DDIM (Song et al. 2021): each step needs only one output of the model."""
+"""DDPM (Ho et al. 2020), DDIM (Song et al. 2021), and PNDM (Liu et al. 2022), Stable Diffusion's default."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
@@ -39,7 +40,7 @@ class OneStepScheduler(Scheduler):
     - `clip_sample`, `clip_sample_range`: whether to clip the predicted clean sample, and the range.
     """
 
-    only: ClassVar[Mapping[str, Json]] = {**Scheduler.only, "thresholding": False}
+    only = {**Scheduler.only, "thresholding": False}
 
     rescale_betas_zero_snr: bool = False
     clip_sample: bool = True
@@ -93,7 +94,7 @@ class DDPMScheduler(OneStepScheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("variance_type", ("fixed_small", "fixed_small_log", "fixed_large"))
+        self.check("variance_type", ("fixed_small", "fixed_small_log", "fixed_large"))
 
     @property
     def is_random(self) -> bool:
@@ -121,16 +122,14 @@ class DDIMScheduler(OneStepScheduler):
     - `eta`: the share of DDPM's noise that a step adds, from 0 to 1; not an entry of the file.
     """
 
+    outside = ("rest", "eta")
+
     set_alpha_to_one: bool = True
     eta: float = 0.0
 
     @property
     def is_random(self) -> bool:
         return self.eta != 0
-
-    @classmethod
-    def outside(cls) -> tuple[str, ...]:
-        return (*super().outside(), "eta")
 
     def steps(self, num_steps: int) -> Step:
         timesteps = self.timesteps(num_steps)
@@ -140,3 +139,113 @@ class DDIMScheduler(OneStepScheduler):
         deviation = self.eta * np.sqrt((1 - previous) / (1 - alpha) * (1 - alpha / previous))
         of_noise = np.sqrt(1 - previous - deviation**2)
         return self._step(timesteps, alpha, np.sqrt(previous), 0.0, of_noise, deviation)
+
+
+ADAMS_BASHFORTH = (  # weights of the output and those before it, newest first, by their number
+    (1, 0, 0, 0),
+    (3 / 2, -1 / 2, 0, 0),
+    (23 / 12, -16 / 12, 5 / 12, 0),
+    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+)
+
+
+class Memory(NamedTuple):
+    """The values that a step needs from earlier ones: the last three outputs, and the sample before the first
+    half of the first step, from which the second half starts.
+    """
+
+    outputs: tuple[Array, Array, Array]
+    sample: Array
+
+
+class Call(NamedTuple):
+    """One call of the model, or a row for each.
+
+    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample that the step starts from.
+    - `of_sample`, `of_noise`: the factors of that sample and of the noise in the next.
+    - `weights`: the factors of the outputs, newest first.
+    - `goes_on`: whether the step starts from the sample before, and not the one that the model saw.
+    - `is_kept`: whether later steps use this output.
+    """
+
+    timestep: Int[Column, ""]
+    signal: Float[Column, ""]
+    sigma: Float[Column, ""]
+    of_sample: Float[Column, ""]
+    of_noise: Float[Column, ""]
+    weights: Float[Column, "4"]
+    goes_on: Bool[Column, ""]
+    is_kept: Bool[Column, ""]
+
+
+class _Plan(NamedTuple):
+    """The plan of one call: the step leads from timestep `start` to `end`."""
+
+    timestep: int
+    start: int
+    end: int
+    weights: tuple[float, ...] = ADAMS_BASHFORTH[0]
+    goes_on: bool = False
+    is_kept: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PNDMScheduler(Scheduler):
+    """Pseudo numerical methods (Liu et al. 2022): linear multistep, as in Stable Diffusion. The first step is
+    taken in two halves, and not by Runge-Kutta.
+
+    - `skip_prk_steps`: only true is supported: no Runge-Kutta.
+    - `set_alpha_to_one`: whether the last step ends at a sample without noise, or at timestep 0.
+    """
+
+    predictions = ("epsilon", "v_prediction")
+
+    skip_prk_steps: bool = True
+    set_alpha_to_one: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("skip_prk_steps", (True,))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Json]) -> "PNDMScheduler":
+        return super().from_json({"skip_prk_steps": False, **raw})  # as in diffusers
+
+    def steps(self, num_steps: int) -> Call:
+        stride, timesteps = self.num_train_timesteps // num_steps, self.timesteps(num_steps).tolist()
+        calls = [_Plan(t, t, t - stride, ADAMS_BASHFORTH[min(i, 3)]) for i, t in enumerate(timesteps)]
+        if num_steps > 1:  # repeat the first step, by the mean of the outputs at both of its ends
+            t = timesteps[1]
+            again = _Plan(t, t + stride, t, (1 / 2, 1 / 2, 0, 0), goes_on=True, is_kept=False)
+            calls.insert(1, again)
+        timestep, start, end, weights, *others = (np.asarray(x) for x in zip(*calls))
+        table = self.alphas_cumprod.astype(np.float64)
+        alpha = table[start]
+        previous = np.where(end >= 0, table[end], 1.0 if self.set_alpha_to_one else table[0])
+        # Equation 9 of the paper.
+        of_noise = (previous - alpha) / (
+            alpha * np.sqrt(1 - previous) + np.sqrt(alpha * (1 - alpha) * previous)
+        )
+        floats = np.sqrt(alpha), np.sqrt(1 - alpha), np.sqrt(previous / alpha), -of_noise, weights
+        return Call(timestep.astype(np.int32), *(x.astype(np.float32) for x in floats), *others)
+
+    def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
+        zeros = jnp.zeros_like(noise)
+        return Trajectory(noise, Memory((zeros, zeros, zeros), noise))
+
+    def step(
+        self,
+        step: Call,
+        output: Float[Array, "b *dims"],
+        trajectory: Trajectory,
+        noise: Float[Array, "b *dims"] | None = None,
+    ) -> Trajectory:
+        memory: Memory = trajectory.memory
+        outputs = (output, *memory.outputs)
+        sample = jnp.where(step.goes_on, memory.sample, trajectory.sample)
+        predicted = sum(step.weights[i] * x for i, x in enumerate(outputs))
+        if self.prediction_type == "v_prediction":
+            predicted = step.signal * predicted + step.sigma * sample
+        following = jnp.asarray(step.of_sample * sample + step.of_noise * predicted, sample.dtype)
+        kept = jax.tree.map(lambda new, old: jnp.where(step.is_kept, new, old), outputs[:3], outputs[1:])
+        return Trajectory(following, Memory(kept, sample))

@@ -1,16 +1,23 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer), with the scalings of long-context checkpoints."""
+"""Positions in attention: rotary embeddings (Su et al. 2021) with the scalings of long-context checkpoints, and
+relative positions as a bias of the scores (Raffel et al. 2020, T5, section 2.1).
+"""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from redco_eqx._parallel.linear import batch_axes, traced_mesh
+from redco_eqx._sharding.mesh import axis_size
 from redco_eqx.models._blocks.config import Json
+from redco_eqx.models._blocks.layers import Embedding
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -135,14 +142,11 @@ class Rope:
                 raise ValueError(f"config.json: {name}={x!r}, but it must be a positive number.")
         if numbers.get("partial_rotary_factor", 1) > 1:
             raise ValueError("config.json: partial_rotary_factor must be at most 1.")
-        values: dict[str, Any] = {
-            "rope_theta": default.theta,
-            "partial_rotary_factor": default.partial_rotary_factor,
-            **{name: float(x) for name, x in numbers.items()},
-        }
-        if "original_max_position_embeddings" in values:
-            values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
-        return cls(values.pop("rope_theta"), rope_type, **values)
+        values: dict[str, Any] = {name: float(x) for name, x in numbers.items()}
+        theta = values.pop("rope_theta", default.theta)
+        if (length := "original_max_position_embeddings") in values:
+            values[length] = int(values[length])
+        return cls(theta, rope_type, **{"partial_rotary_factor": default.partial_rotary_factor, **values})
 
     def to_json(self) -> dict[str, Json]:
         """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
@@ -181,3 +185,67 @@ def rotate(
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
     back = "two b t h i -> b t h (i two)" if interleaved else "two b t h i -> b t h (two i)"
     return jnp.concatenate([rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1)
+
+
+def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+    """Return the bucket of each distance from 0 to `max_distance`, which is always in the last bucket.
+
+    Half of the buckets have one distance each; the other half grow logarithmically.
+    """
+    num_exact = num_buckets // 2
+    distance = np.arange(max_distance + 1)
+    # In float32, because the models were trained with the rounding of float32 at the borders between buckets.
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(num_exact)
+    growth = np.log(ratio) / np.float32(np.log(max_distance / num_exact)) * np.float32(num_buckets - num_exact)
+    beyond = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
+    return np.where(distance < num_exact, distance, beyond).astype(np.int32)
+
+
+def relative_bias(
+    table: Embedding,
+    query: Int[Array, "r t"],
+    key: Int[Array, "r s"],
+    *,
+    bidirectional: bool,
+    max_distance: int,
+    batch_size: int = 1,
+) -> Float[Array, "n heads t s"]:
+    """Return the bias on the scores of each head, from the distance between the two tokens.
+
+    Compute it once, and pass it to all layers as `Context.bias`.
+
+    If all rows share their positions, the bias on a mesh has a row for each part of the batch. So each device
+    adds its gradients, which have the size of the scores, over the layers, and computes the gradient of the
+    table. Only the table's gradient is reduced.
+
+    **Arguments:**
+
+    - `table`: a row for each bucket, a column for each head.
+    - `query`, `key`: positions of the tokens, in one row if all rows share them. Padding may be counted or not,
+        because only differences matter.
+    - `bidirectional`: true if the second half of the buckets is for the tokens after a token (an encoder).
+        Otherwise, all tokens after it have the bucket of distance 0.
+    - `max_distance`: all distances beyond it share the last bucket.
+    - `batch_size`: the number of rows of the batch. From positions in one row, the bias has one row for each
+        part of the batch on the mesh, or a single row if the batch does not divide.
+    """
+    ahead = key[:, None] - query[:, :, None]
+    num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
+    distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
+    buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[jnp.minimum(distance, max_distance)]
+    if bidirectional:
+        buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
+    if len(buckets) > 1:
+        return jnp.moveaxis(table(buckets), -1, 1)
+    weights = jnp.take(_for_each_part(table.weight, batch_size), buckets[0], axis=1)
+    return jnp.moveaxis(weights, -1, 1)
+
+
+def _for_each_part(weight: Float[Array, "buckets heads"], batch_size: int) -> Float[Array, "n buckets heads"]:
+    mesh = traced_mesh(weight)
+    axes = None if mesh is None else batch_axes(mesh, batch_size)
+    if mesh is None or not axes:
+        return weight[None]
+    parts = jnp.broadcast_to(weight, (axis_size(mesh, axes), *weight.shape))
+    spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * 2)
+    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
