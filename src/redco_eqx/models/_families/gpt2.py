@@ -97,8 +97,8 @@ class GPT2Attention(eqx.Module):
     makes query, key and value, or the last two.
     """
 
-    c_attn: Conv1D
     q_attn: Conv1D | None
+    c_attn: Conv1D
     c_proj: Conv1D
     attn_dropout: eqx.nn.Dropout
     resid_dropout: eqx.nn.Dropout
