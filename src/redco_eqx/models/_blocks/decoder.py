@@ -28,14 +28,14 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
     The logits of the added rows are minus infinity, so these rows are never chosen, do not count in a
     cross-entropy, and have zero gradients. `save_pretrained` does not write them. For example, GPT-2's 50257
-    rows do not divide by any usual axis size, but 50304 rows divide by 64.
+    rows are not divisible by any usual axis size, but 50304 rows are divisible by 64.
 
     ```python
     def make_model(key):
         config = models.GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=4)
         return models.pad_vocabulary(models.GPT2LMHeadModel(config, key=key), 64)
 
-    model = rx.init_model(make_model, mesh, key=key)        # 320 rows: they divide by 4
+    model = rx.init_model(make_model, mesh, key=key)        # 320 rows, divisible by 4
     ```
 
     **Arguments:**
@@ -72,7 +72,7 @@ def check_can_pad(family: type[Model], multiple: int) -> None:
 
 
 def is_vocabulary(model: Model, module: str) -> bool:
-    """Return true if the arrays of the module at this path have a row for each token."""
+    """Return true if the arrays of the module at this path have a row per token."""
     return any(re.search(pattern, module) for pattern in model.vocabulary)
 
 

@@ -108,7 +108,7 @@ class Model(eqx.Module):
 def _check_tokens(
     input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
 ) -> None:
-    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has another shape, or a text is too long."""
+    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has the wrong shape, or a text is too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "

@@ -188,7 +188,7 @@ def rotate(
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-    """Return the bucket of each distance from 0 to `max_distance`, which is always in the last bucket.
+    """Return the bucket of each distance from 0 to `max_distance`. The latter is always in the last bucket.
 
     Half of the buckets have one distance each; the other half grow logarithmically.
     """
@@ -214,20 +214,20 @@ def relative_bias(
 
     Compute it once, and pass it to all layers as `Context.bias`.
 
-    If all rows share their positions, the bias on a mesh has a row for each part of the batch. So each device
+    If all rows share their positions, the bias on a mesh has a row per part of the batch. So each device
     adds its gradients, which have the size of the scores, over the layers, and computes the gradient of the
     table. Only the table's gradient is reduced.
 
     **Arguments:**
 
-    - `table`: a row for each bucket, a column for each head.
+    - `table`: a row per bucket, a column per head.
     - `query`, `key`: positions of the tokens, in one row if all rows share them. Padding may be counted or not,
         because only differences matter.
     - `bidirectional`: true if the second half of the buckets is for the tokens after a token (an encoder).
         Otherwise, all tokens after it have the bucket of distance 0.
     - `max_distance`: all distances beyond it share the last bucket.
     - `batch_size`: the number of rows of the batch. From positions in one row, the bias has one row for each
-        part of the batch on the mesh, or a single row if the batch does not divide.
+        part of the batch on the mesh, or a single row if the batch does not divide evenly.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings

@@ -148,7 +148,7 @@ class TransformerBlock(eqx.Module):
 class SpatialTransformer(eqx.Module):
     """Transformer blocks over the pixels of an image, between two projections, added to the image.
 
-    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same numbers in another shape.
+    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same numbers in a different shape.
     """
 
     norm: GroupNorm
@@ -243,8 +243,8 @@ class Given:
 
 
 class Stage(eqx.Module):
-    """Residual blocks at one size of images, each with attention if there is any; in the middle, the last has
-    none. On the way down, all stages except the last then halve the size; on the way up, they enlarge it.
+    """Residual blocks at one size of images, each followed by attention if the stage has it; in the middle, the
+    last has none. On the way down, all stages except the last then halve the size; on the way up, they enlarge it.
     """
 
     resnets: list[ResnetBlock]

@@ -40,9 +40,9 @@ class StagesConfig(BaseConfig):
         return len(self.block_out_channels)
 
     def per_stage(self, name: str) -> tuple[int, ...]:
-        """Return an entry as one number for each stage. The file has one number for all stages or one for each.
+        """Return an entry as one number per stage. The file has one number for all stages or one for each.
 
-        Raises `ValueError` if there is not one number for each stage.
+        Raises `ValueError` if there is not one number per stage.
         """
         value = getattr(self, name)
         found = (value,) * self.num_layers if isinstance(value, int) else value
@@ -53,7 +53,7 @@ class StagesConfig(BaseConfig):
         return found
 
     def check_stages(self, **allowed: tuple[str, ...]) -> None:
-        """Raise `ValueError` for kinds of stages that are not `allowed`, another number of them, or channels
+        """Raise `ValueError` for kinds of stages that are not `allowed`, a wrong number of them, or channels
         that do not divide into the groups of a norm.
         """
         for entry, kinds in allowed.items():

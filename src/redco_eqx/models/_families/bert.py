@@ -334,7 +334,7 @@ class RobertaClassifier(eqx.Module):
 
 
 class RobertaForSequenceClassification(Model):
-    """RoBERTa with an output for each label, or one output for a regression."""
+    """RoBERTa with an output per label, or one output for a regression."""
 
     roberta: BertModel
     classifier: RobertaClassifier

@@ -207,7 +207,7 @@ class LayerRopes:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "LayerRopes") -> "LayerRopes":
-        """Read the entries of transformers 4, or those of 5, which has one object for each kind of layer."""
+        """Read the entries of transformers 4, or those of 5, which has one object per kind of layer."""
         kinds = raw.get("rope_parameters") or {}
         if not isinstance(kinds, Mapping) or set(kinds) - set(KINDS):
             raise ValueError(

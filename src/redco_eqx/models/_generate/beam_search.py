@@ -59,7 +59,7 @@ class Search(NamedTuple):
     """The state of a search.
 
     - `step`: number of tokens of each beam.
-    - `length_penalty`: the argument of `beam_search`; another value needs no new compilation.
+    - `length_penalty`: the argument of `beam_search`; a different value needs no new compilation.
     - `is_open`: for each text, whether further steps can change its complete texts.
     """
 

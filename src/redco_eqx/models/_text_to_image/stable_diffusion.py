@@ -130,7 +130,7 @@ def sample_images(
 ) -> Float[Array, "b c height width"]:
     """Sample images for texts with the model's scheduler and classifier-free guidance (Ho and Salimans 2022).
 
-    It is compiled once for each shape and number of steps, by itself or inside your own `jax.jit`. You can use
+    It is compiled once per shape and number of steps, by itself or inside your own `jax.jit`. You can use
     it as a `predict_fn` with a sharded model. No dropout is applied, and nothing checks the content of an
     image.
 
