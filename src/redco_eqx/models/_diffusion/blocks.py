@@ -243,8 +243,9 @@ class Given:
 
 
 class Stage(eqx.Module):
-    """Residual blocks at one size of images, each followed by attention if the stage has it; in the middle, the
-    last has none. On the way down, all stages except the last then halve the size; on the way up, they enlarge it.
+    """Residual blocks at one size of images, each followed by attention if the stage has it. In the middle, the
+    last has none. On the way down, all stages except the last then halve the size. On the way up, they enlarge
+    it.
     """
 
     resnets: list[ResnetBlock]
