@@ -154,8 +154,8 @@ def test_the_house_is_no_larger_than_was_agreed():
         if (body := node.body[1:] if ast.get_docstring(node) else node.body)
     ]
     found = {
-        "code lines": sum(map(num_code_lines, CORE)),
-        "code lines of models": sum(map(num_code_lines, TEXTS.keys() - CORE)),
+        "code lines": sum(code_lines(TEXTS[path]) for path in CORE),
+        "code lines of models": sum(code_lines(TEXTS[path]) for path in TEXTS.keys() - CORE),
         "files": len(CORE),
         "rooms": len({path.parts[0] for path in CORE if len(path.parts) > 1}),
         "parameters of fit": len(inspect.signature(rx.fit).parameters),
