@@ -1,4 +1,4 @@
-"""`Structure`: equality by definition."""
+"""`Structure`: equality by definition, and `check_static`."""
 
 import contextlib
 import dataclasses
@@ -11,10 +11,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redco_eqx._step.state import Structure
+from redco_eqx import init_state
+from redco_eqx._step.state import Structure, check_static
 
 KEY = jax.random.key(0)
 ONES = jnp.ones(2)
@@ -206,3 +208,15 @@ def test_equal_where_python_spells_them_alike(first, second):
     for one, two in zip(hold(first), hold(second)):
         assert (one == two) == (spelled(first) == spelled(second))
         assert one != two or hash(one) == hash(two)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_a_static_field_that_is_an_array_or_unhashable_is_refused_by_path():
+    for value in (np.ones(2), (1, np.ones(2)), ONES, eqx.nn.Linear(2, 2, key=KEY)):
+        with pytest.raises(ValueError, match=r"layers\.1\.table is a static field that holds an array"):
+            check_static({"layers": [1, Static(ONES, value)]})
+    for value in ([1, 2], {"a": 1}, (1, [2])):
+        with pytest.raises(ValueError, match=rf"0\.table is a static field of type {type(value).__name__}"):
+            init_state([Static(ONES, value)], key=KEY)
+    for value in (1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")):
+        check_static([Static(ONES, value)])

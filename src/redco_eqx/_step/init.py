@@ -23,7 +23,7 @@ from redco_eqx._base.tree import (
 )
 from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
-from redco_eqx._step.state import Structure, TrainState, is_pair
+from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
 
 
 @in_own_context
@@ -61,8 +61,9 @@ def init_state(
 
     **Raises:**
 
-    `ValueError` that names the leaf: two leaves share a buffer, arrays lie on different meshes, an array is
-    deleted, or no leaf is trainable although you passed an optimizer.
+    `ValueError` that names the leaf: two leaves share a buffer, a static field has an array or an unhashable
+    value, arrays are on different meshes, an array is deleted, or no leaf is trainable although you passed an
+    optimizer.
     """
     if isinstance(model, TrainState):
         raise TypeError("init_state: this is a TrainState already. For a new one, pass state.model.")
@@ -73,6 +74,7 @@ def init_state(
     if optimizer is not None:
         check_is_optimizer("init_state", optimizer)
     model, model_state = model if is_pair(model) else (model, None)
+    check_static(model)
     if model_state is None:
         _check_no_index(model)
     arrays = to_arrays(model)

@@ -1,5 +1,6 @@
 """`TrainState`: all arrays of a run, in a flat form, by name."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,10 @@ from jaxtyping import Int, PyTree
 from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import (
     AnyArray,
+    children,
     describe,
     is_array,
+    join,
     lack_of_value,
     leaves_with_paths,
     path_of,
@@ -60,6 +63,32 @@ class Structure:
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"
+
+
+def check_static(tree: PyTree, path: str = "") -> None:
+    """Raise `ValueError`, naming the path, if a static field has an array or an unhashable value.
+
+    Such a field would be compared by value on each call, or could change unnoticed.
+    """
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            if not field.metadata.get("static", False) or not hasattr(tree, field.name):
+                continue
+            value, where = getattr(tree, field.name), join(path, field.name)
+            if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+                raise ValueError(
+                    f"{where} is a static field that holds an array. Arrays belong in ordinary fields "
+                    "(jax.lax.stop_gradient, or a NumPy array, keeps one from being trained)."
+                )
+            try:
+                hash(value)
+            except TypeError:
+                raise ValueError(
+                    f"{where} is a static field of type {type(value).__name__}, which is not hashable. "
+                    "Use a tuple for a list, and a frozen dataclass for a dict."
+                ) from None
+    for name, child in children(tree):
+        check_static(child, join(path, name))
 
 
 # Streams of random numbers from one key. They are separated before any number is folded in.
