@@ -40,11 +40,7 @@ def restore(
     ```python
     rx.save("run", state)
     other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
-<<<<<<< HEAD
-    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # on another mesh
-=======
     state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # another mesh
->>>>>>> 40428fc (init_state refuses arrays and unhashable values in static fields, as its contract says)
     ```
 
     **Main arguments:**
