@@ -265,11 +265,14 @@ class Training:
                 step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
-            if not all(jax.device_get((step.window.ok, step.finite))):
+            if not jax.device_get(step.window.ok):
                 raise self._nonfinite(step.batch)
             self._ahead.popleft()
             if step.epochs_done is not None:
-                window, done_at = jax.device_get(step.window), step.done_at or time.perf_counter()
+                done_at = step.done_at or time.perf_counter()
+                window, finite = jax.device_get((step.window, step.finite))
+                if not finite:
+                    raise self._nonfinite(step.batch)
                 clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
