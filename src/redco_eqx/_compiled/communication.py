@@ -385,7 +385,8 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """
     stats = compiled.memory_analysis()
     assert stats is not None  # CPU, GPU and TPU have one
-    shardings = jax.tree.leaves(compiled.input_shardings)
+    # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no upstream issue known).
+    shardings = jax.tree.leaves(compiled.output_shardings)
     if shardings and next(iter(shardings[0].device_set)).platform == "tpu" and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
