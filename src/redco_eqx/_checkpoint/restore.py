@@ -209,13 +209,19 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
 
     The name of an optimizer's array ends with the path of its leaf, and is renamed with it.
 
-    Raises `ValueError` if two names become one.
+    Raises `ValueError` if two names become one, or a path is not in the checkpoint.
     """
-    leaves = {}
+    leaves, matched = {}, set()
     for room, _, path in (name.partition("/") for name in names):
         for old in sorted(paths, key=len):  # if several match, the longest counts
             if f"{room}/" in MODEL and f"{path}.".startswith(f"{old}."):
                 leaves[path] = paths[old] + path[len(old) :]
+                matched.add(old)
+    if matched != {*paths}:
+        raise ValueError(
+            f"restore: `renamed` has {first_few(sorted({*paths} - matched))}, but no path of the model in the "
+            "checkpoint is or begins with it."
+        )
     renamed = {}
     for name in names:
         room, _, path = name.partition("/")
