@@ -25,6 +25,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not ON_DEVICE:
 # After the environment, which JAX reads when it is imported.
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples in each run, so that a change is judged alone. `HYPOTHESIS_PROFILE=default` draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 if not ON_DEVICE:
     # Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
