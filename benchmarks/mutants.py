@@ -260,7 +260,7 @@ def run() -> None:
         mutants[number] = settled = fate(mutants[number], lines, seconds, known)
         write(mutants)
         outcome = f"killed by {settled['by']}" if settled["killed"] else settled["by"] or "SURVIVED"
-        print(f"{mutant['file']}:{mutant['line']} {outcome}, {settled['seconds']} s", flush=True)
+        print(f"{settled['file']}:{settled['line']} {outcome}, {settled['seconds']} s", flush=True)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(settle, [n for n, mutant in enumerate(mutants) if "killed" not in mutant]))
