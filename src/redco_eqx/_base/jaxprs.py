@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
@@ -145,7 +145,7 @@ class Program:
     @property
     def shapes(self) -> PyTree:
         """The result, with abstract arrays."""
-        return jax.tree.unflatten(self.results, [abstract(aval) for aval in self.closed.out_avals])
+        return jax.tree.unflatten(self.results, [abstract(aval) for aval in self.closed.out_avals])  # pyright: ignore[reportArgumentType]
 
     def replace(self, jaxpr: Jaxpr) -> "Program":
         """Return this program with other operations."""
