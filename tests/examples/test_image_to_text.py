@@ -23,7 +23,7 @@ def run(tmp_path_factory):
 
 
 def write_coco(directory, split, num, seed):
-    """Photographs of one colour, some of them upright, with two captions each."""
+    """Photographs of one colour, some of them upright, with captions of four words or more, as BLEU needs."""
     random, images, annotations = np.random.default_rng(seed), [], []
     (directory / split).mkdir(parents=True)
     for i in range(num):
@@ -32,7 +32,7 @@ def write_coco(directory, split, num, seed):
         pixels = COLOURS[name] + random.integers(-10, 11, (height, width, 3))
         images.append({"id": 100 + i, "file_name": f"{i:012}.png", "height": int(height), "width": int(width)})
         PIL.Image.fromarray(pixels.astype(np.uint8)).save(directory / split / images[-1]["file_name"])
-        for j, caption in enumerate((f"a {name} ", f"a {name} left")[: 1 + i % 2]):
+        for j, caption in enumerate((f"a one of {name} ", f"a one of {name} left")[: 1 + i % 2]):
             annotations.append({"image_id": 100 + i, "id": 10 * i + j, "caption": caption})
     (directory / "annotations").mkdir(exist_ok=True)
     content = {"info": {}, "licenses": [], "images": images, "annotations": annotations}
@@ -63,7 +63,7 @@ def test_it_learns_more_than_the_commonest_caption(run):
 def test_a_directory_of_a_model_is_trained_on_a_directory_in_the_form_of_coco(run, coco):
     size = {"size": {"height": 20, "width": 20}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (run[0] / "preprocessor_config.json").write_text(json.dumps(size))
-    flags = ["--model", str(run[0]), "--data", str(coco), "--rate", "3e-3", "--epochs", "4", "--fsdp", "2"]
+    flags = ["--model", str(run[0]), "--data", str(coco), "--rate", "3e-3", "--epochs", "15", "--fsdp", "2"]
     results = example.main([*TINY, *flags])
     scores, commonest = results["exact match"]
     assert 0.1 < commonest < 0.6
@@ -77,7 +77,7 @@ def test_images_and_captions_are_those_of_the_annotations(coco):
     assert len(found) == len(raw["images"])
     assert sum(len(x["captions"]) for x in found) == len(raw["annotations"])
     for x in found:
-        (colour,) = {caption.split()[1] for caption in x["captions"]}
+        (colour,) = {caption.split()[3] for caption in x["captions"]}
         mean = PIL.ImageStat.Stat(PIL.Image.open(x["image"])).mean
         assert mean == pytest.approx(COLOURS[colour], abs=3)
 

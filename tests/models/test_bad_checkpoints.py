@@ -89,7 +89,6 @@ DAMAGES: list[tuple[Any, str]] = [
     (entries(model_type="bloom"), r"model_type='bloom' is not known, only .*gpt2.*qwen3.*\. Pass family="),
     *((entries(model_type=kind), f"'{kind}' is not supported: it needs .*family=") for kind in LACKS),
     (entries(model_type=["gpt2"]), r"model_type=\['gpt2'\] is not known"),
-    (entries(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True is not supported"),
     (entries(quantization_config={"bits": 4}), "quantization_config is not supported"),
     (entries(n_layer=1), LAYERS.format(1, 2) + r"\. Take both from"),
     (entries(n_layer=3), LAYERS.format(3, 2)),

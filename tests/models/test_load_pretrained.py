@@ -134,6 +134,10 @@ OLD = [
     ("llama", bare),
     ("llama", lambda arrays: bare(arrays) | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}),
     ("opt_125m", bare),
+    (
+        "opt_125m",
+        lambda arrays: {key.replace("model.decoder.embed_tokens", "lm_head"): x for key, x in arrays.items()},
+    ),
     ("opt_125m", lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)}),
     ("gptj", lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)}),
 ]
@@ -144,7 +148,8 @@ def test_older_spellings(tmp_path):
         arrays = make_arrays(family)
         old = respell(arrays)
         assert old.keys() != arrays.keys()
-        save_pretrained(load_pretrained(write(tmp_path / f"old{i}", family, old)), tmp_path / f"new{i}")
+        write(tmp_path / f"old{i}", family, old)
+        save_pretrained(load_pretrained(tmp_path / f"old{i}", stacked=i % 2 == 0), tmp_path / f"new{i}")
         assert_same(load_file(tmp_path / f"new{i}" / SINGLE), arrays)
 
 

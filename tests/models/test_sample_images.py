@@ -18,7 +18,7 @@ from tiny_models import LENGTH, abstract, make
 
 import redco_eqx as rx
 from redco_eqx import models, to_arrays
-from redco_eqx.models import DDIMScheduler, DDPMScheduler, PNDMScheduler, Scheduler, denoise
+from redco_eqx.models import DDIMScheduler, DDPMScheduler, PNDMScheduler, denoise
 
 INDEX = "model_index.json"
 
@@ -153,19 +153,16 @@ def test_folders_are_copied_without_what_lies_elsewhere(saved, tmp_path):
     folder = saved / "tokenizer"
     try:
         for place, target in (
-            (folder, "private"),
-            (folder / "vocab.json", "private/key"),
-            (folder / "all", "private"),
+            (folder, tmp_path / "private"),
+            (folder / "vocab.json", tmp_path / "private" / "key"),
+            (folder / "again", folder),  # endless
         ):
             place.parent.mkdir(exist_ok=True)
-            place.symlink_to(tmp_path / target)
-            with pytest.raises(ValueError, match=f"{place.name} is a link to .*private"):
+            place.symlink_to(target)
+            with pytest.raises(ValueError, match=f"{place.name} is a link to "):
                 models.save_stable_diffusion(model, tmp_path / "new")
             assert not (tmp_path / "new").exists()
             place.unlink()
-        (folder / "again").symlink_to(folder)  # endless
-        with pytest.raises(ValueError, match="again is a link to"):
-            models.save_stable_diffusion(model, tmp_path / "new")
     finally:
         shutil.rmtree(folder)
 
@@ -179,72 +176,13 @@ def test_old_files_are_read_as_diffusers_reads_them(saved):
     assert (scheduler.steps_offset, scheduler.clip_sample) == (1, False)
 
 
-def test_bad_arguments_are_refused():
-    model, ids = alone(), jnp.zeros((2, LENGTH), int)
-    key = jax.random.key(0)
-    free: Any = {"guidance_scale": 1.0}
-    for options, message in [
-        ({"key": key}, "guidance_scale=7.5, and negative_ids is not given"),
-        ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1.0, and negative_ids is given"),
-        ({"negative_ids": ids[:1], "key": key}, r"negative_ids has shape \(1, 8\)"),
-        ({**free}, "latents are not given, and there is no key"),
-        ({"latents": jnp.zeros((2, 3, 4, 4)), **free}, r"latents has shape \(2, 3, 4, 4\)"),
-        ({"num_steps": 0, **free, "key": key}, "num_steps=0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            models.sample_images(model, ids, **options)
-    noisy = dataclasses.replace(model, scheduler=models.DDPMScheduler())
-    with pytest.raises(ValueError, match="DDPMScheduler draws noise, and there is no key"):
-        models.sample_images(noisy, ids, latents=jnp.zeros((2, 4, 4, 4)), **free)
-    with pytest.raises(ValueError, match="'encoder' is no part"):
-        models.parts_spec(model, "encoder")
-
-
-def test_parts_that_do_not_fit_are_refused():
-    for name, other, message in (
-        ("text_encoder", abstract("clip", hidden_size=16), "text_encoder.hidden_size=16"),
-        ("vae", abstract("vae", latent_channels=8), "vae.latent_channels=8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(alone(), **{name: other})
-
-
 # Schedulers as pure functions.
 
 SHAPE = (2, 3, 4)
-MULTISTEP = {"skip_prk_steps": True}
-ALL = [
-    DDPMScheduler(),
-    DDIMScheduler(prediction_type="v_prediction"),
-    DDIMScheduler(eta=0.5),
-    PNDMScheduler(set_alpha_to_one=True),
-    PNDMScheduler(set_alpha_to_one=True, prediction_type="v_prediction"),
-]
 
 
 def normal(seed):
     return jax.random.normal(jax.random.key(seed), SHAPE)
-
-
-def oracle(scheduler, clean):
-    """A model that knows the clean sample, and so all noise."""
-
-    def predict(sample, timestep):
-        share = jnp.asarray(scheduler.alphas_cumprod)[timestep]
-        noise = (sample - jnp.sqrt(share) * clean) / jnp.sqrt(1 - share)
-        return scheduler.target(clean, noise, jnp.full(len(clean), timestep))
-
-    return predict
-
-
-@pytest.mark.parametrize("scheduler", ALL, ids=lambda x: type(x).__name__)
-def test_one_who_knows_the_clean_sample_is_led_to_it(scheduler):
-    clean = 0.3 * jnp.clip(normal(0), -1, 1)
-    run = jax.jit(
-        lambda noise: denoise(scheduler, oracle(scheduler, clean), noise, num_steps=20, key=jax.random.key(1))
-    )
-    # PNDM is led there by what it saw on the way, and so less exactly.
-    np.testing.assert_allclose(run(normal(2)), clean, atol=5e-3)
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -268,44 +206,53 @@ def test_the_last_timestep_is_pure_noise_where_it_is_rescaled():
         scheduler = kind(rescale_betas_zero_snr=True, prediction_type="v_prediction")
         assert scheduler.alphas_cumprod[-1] == 0
         assert scheduler.alphas_cumprod[0] == kind().alphas_cumprod[0]
-    refused = DDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    with pytest.raises(ValueError, match="timestep 999 is pure noise"):
-        refused.steps(5)
 
 
-def test_what_would_change_the_numbers_is_refused():
-    for kind, entries, message in (
+def bad_calls():
+    """Calls, with words of their refusals."""
+    model, ids, key = alone(), jnp.zeros((2, LENGTH), int), jax.random.key(0)
+    noisy = dataclasses.replace(model, scheduler=DDPMScheduler())
+    free: Any = {"guidance_scale": 1.0}
+    for options, words in (
+        ({"key": key}, "guidance_scale=7.5, and negative_ids is not given"),
+        ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1.0, and negative_ids is given"),
+        ({"negative_ids": ids[:1], "key": key}, r"negative_ids has shape \(1, 8\)"),
+        ({**free}, "latents are not given, and there is no key"),
+        ({"latents": jnp.zeros((2, 3, 4, 4)), **free}, r"latents has shape \(2, 3, 4, 4\)"),
+        ({"num_steps": 0, **free, "key": key}, "num_steps=0"),
+    ):
+        yield functools.partial(models.sample_images, model, ids, **options), words
+    latents = {"latents": jnp.zeros((2, 4, 4, 4)), **free}
+    yield functools.partial(models.sample_images, noisy, ids, **latents), "DDPMScheduler draws noise, and there"
+    yield functools.partial(models.parts_spec, model, "encoder"), "'encoder' is no part"
+    for part, words in (
+        ({"text_encoder": abstract("clip", hidden_size=16)}, "text_encoder.hidden_size=16"),
+        ({"vae": abstract("vae", latent_channels=8)}, "vae.latent_channels=8"),
+    ):
+        yield functools.partial(dataclasses.replace, model, **part), words
+    multistep = {"skip_prk_steps": True}
+    for kind, entries, words in (
         (DDPMScheduler, {"variance_type": "learned_range"}, "variance_type='learned_range' is not supported"),
         (DDPMScheduler, {"beta_schedule": "sigmoid"}, "beta_schedule='sigmoid' is not supported"),
-        (DDIMScheduler, {"thresholding": True}, "thresholding=True is not supported"),
         (DDIMScheduler, {"trained_betas": [0.1]}, r"trained_betas=\[0.1\] is not supported"),
         (DDIMScheduler, {"clip_sample": 1}, "clip_sample=1, but it must be: bool"),
-        (DDIMScheduler, {"beta_end": "big"}, "beta_end='big', but it must be: float"),
         (DDIMScheduler, {"steps_offset": -1}, "steps_offset=-1"),
-        (PNDMScheduler, {**MULTISTEP, "prediction_type": "sample"}, "prediction_type='sample' is not supp"),
-        (PNDMScheduler, {**MULTISTEP, "timestep_spacing": "karras"}, "timestep_spacing='karras' is not supp"),
+        (PNDMScheduler, {**multistep, "prediction_type": "sample"}, "prediction_type='sample' is not supp"),
+        (PNDMScheduler, {**multistep, "timestep_spacing": "karras"}, "timestep_spacing='karras' is not supp"),
         (PNDMScheduler, {}, "skip_prk_steps=False is not supported, only True"),
     ):
-        with pytest.raises(ValueError, match=message):
-            kind.from_json(entries)
+        yield functools.partial(kind.from_json, entries), words
+    pure = DDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    for scheduler, num_steps, words in (
+        (DDIMScheduler(), 1001, "num_steps=1001"),
+        (DDIMScheduler(steps_offset=1), 1000, "steps_offset=1 leads 1000 steps to timestep 1000"),
+        (pure, 5, "timestep 999 is pure noise"),
+    ):
+        yield functools.partial(scheduler.steps, num_steps), words
+    yield lambda: denoise(DDPMScheduler(), lambda x, t: x, normal(0), num_steps=2), "needs a key"
 
 
-def test_what_counts_for_nothing_is_kept():
-    # Stable Diffusion's file of PNDM has an entry of DDIM, and its version.
-    raw = {"clip_sample": False, "_diffusers_version": "0.6.0", "skip_prk_steps": True, "beta_end": 1}
-    scheduler = PNDMScheduler.from_json(raw)
-    found = scheduler.to_json()
-    assert raw.items() <= found.items()
-    assert found["_class_name"] == "PNDMScheduler"
-    assert PNDMScheduler.from_json(found) == scheduler
-    assert isinstance(scheduler, Scheduler)
-
-
-def test_bad_numbers_of_steps_are_refused():
-    for num_steps in (0, 1001):
-        with pytest.raises(ValueError, match=f"num_steps={num_steps}"):
-            DDIMScheduler().steps(num_steps)
-    with pytest.raises(ValueError, match="steps_offset=1 leads 1000 steps to timestep 1000"):
-        DDIMScheduler(steps_offset=1).steps(1000)
-    with pytest.raises(ValueError, match="needs a key"):
-        denoise(DDPMScheduler(), lambda x, t: x, normal(0), num_steps=2)
+def test_what_is_wrong_is_refused():
+    for call, words in bad_calls():
+        with pytest.raises(ValueError, match=words):
+            call()

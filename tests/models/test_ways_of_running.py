@@ -145,10 +145,9 @@ def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
     [
         ("t5", "2x2x2", False),
         ("t5", "data2xtensor4", True),
-        ("vae", "2x2x2", False),
         ("mixtral", "2x2x2", False),
         *in_long(
-            *((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet")),
+            *((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae")),
             ("qwen3_moe", "data2xtensor4", True),
             ("unet", "tensor8", False),  # 4 heads do not divide
         ),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,6 @@ import torch
 import transformers
 from comparison import TOLERANCE, as_in_files, inputs_of, outputs, torch_output
 from references import REFERENCES, VOCABULARY
-from safetensors.numpy import load_file, save_file
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from redco_eqx import to_arrays
@@ -28,8 +26,6 @@ from redco_eqx.models import (
 )
 from redco_eqx.models._blocks.positions import relative_bias
 from redco_eqx.models._families.registry import FAMILIES
-
-WEIGHTS = "model.safetensors"
 
 
 def test_an_entry_that_is_left_out_means_the_same():
@@ -74,56 +70,6 @@ def test_configurations_made_here_open_there(model_type, tmp_path):
     expected = torch_output(there, INPUTS)
     (found,) = outputs((load_pretrained(tmp_path, stacked=True), INPUTS))
     assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
-
-
-def bare(path, there, directory):
-    there.base_model.save_pretrained(path)
-
-
-def split_in_several(path, there, directory):
-    there.save_pretrained(path, max_shard_size="20KB")
-    assert len(list(path.glob("*.safetensors"))) > 2
-
-
-def head_without_table(path, there, directory):
-    """As `safetensors.torch.save_model` writes a tied head, which keeps the first of two names."""
-    shutil.copy(directory / "config.json", path)
-    arrays = load_file(directory / WEIGHTS)
-    (table,) = (key for key in arrays if key.endswith(("wte.weight", "embed_tokens.weight")))
-    arrays["lm_head.weight"] = arrays.pop(table)
-    save_file(arrays, path / WEIGHTS, metadata={"format": "pt"})
-
-
-def of_tensorflow(path, there, directory):
-    """As in files of BERT that were converted from TensorFlow."""
-    shutil.copy(directory / "config.json", path)
-    spelled = {
-        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): x
-        for key, x in load_file(directory / WEIGHTS).items()
-    }
-    save_file(spelled, path / WEIGHTS, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("write", "name"),
-    [
-        (bare, "gpt2"),
-        (bare, "opt_350m"),
-        (bare, "llama_llama3"),
-        (split_in_several, "llama_linear"),
-        (head_without_table, "gpt2"),
-        (head_without_table, "opt_350m"),
-        (of_tensorflow, "bert_masked"),
-    ],
-)
-def test_files_in_other_forms_have_the_same_arrays(write, name, directory, reference, tmp_path):
-    write(tmp_path, reference(name), directory(name))
-    for stacked in (False, True):
-        found = to_arrays(load_pretrained(tmp_path, stacked=stacked))
-        expected = to_arrays(load_pretrained(directory(name), stacked=stacked))
-        assert found.keys() == expected.keys()
-        for path, x in found.items():
-            np.testing.assert_array_equal(x, expected[path])
 
 
 def test_the_text_half_of_a_whole_clip_is_read(tmp_path):

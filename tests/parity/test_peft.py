@@ -87,10 +87,3 @@ def test_every_variant_has_the_same_logits_or_is_refused_by_name(directory, tmp_
         else:
             with pytest.raises(ValueError, match=rf"adapter_config\.json: {refused}=.* is not supported"):
                 load_lora(model, tmp_path / str(i))
-
-
-def test_the_joined_projections_of_gpt2_are_refused(directory, tmp_path):
-    there = peft.get_peft_model(REFERENCES["gpt2"].make(), peft.LoraConfig(target_modules=["c_attn"]))
-    there.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="fan_in_fan_out=True is not supported"):
-        load_lora(load_pretrained(directory("gpt2")), tmp_path)
