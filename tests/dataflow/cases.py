@@ -93,8 +93,8 @@ def recurrent(model: Any, x: Any) -> Any:
 SOLVES_AND_GROUPS = {
     entry.name: entry
     for entry in (
-        of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, None, x=(LENGTH, DIM)),
-        of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, None, x=(LENGTH, DIM)),
+        of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, x=(LENGTH, DIM)),
+        of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, x=(LENGTH, DIM)),
         Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
         Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
     )

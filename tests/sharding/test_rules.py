@@ -1,4 +1,4 @@
-"""The layout of every model of the zoo: as written by hand, clean in communication, the same in value."""
+"""The layout of every model of the zoo, as written by hand; of chains, near the best; of generated models."""
 
 import functools
 import itertools
@@ -20,7 +20,6 @@ from zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._compiled.hlo import num_elements
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 TENSOR, WHOLE = 4, P()
@@ -74,45 +73,6 @@ def check_decision(d, mesh):
     assert d.bytes_per_device * int(np.prod([mesh.shape[a] for a in axes], dtype=int)) == (
         np.prod(d.shape, dtype=int) * getattr(d.dtype, "itemsize", 4)
     )
-
-
-FEW = ("stacked_llama_gqa_refused", "conv2d", "friend_actor_critic")
-
-
-@pytest.mark.parametrize("name", [*FEW, *in_long(*(entry.name for entry in ZOO if entry.name not in FEW))])
-def test_sharded_equals_unsharded_with_clean_collectives(name):
-    """Loss and gradients on data 2 x tensor 4; all-reduces of the forward pass as the entry says."""
-    entry, mesh = BY_NAME[name], rx.make_mesh(data=2, tensor=TENSOR)
-    model, batch = entry.make(jax.random.key(0)), entry.inputs(4)
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, batch):
-        return entry.loss(eqx.combine(params, static), batch)
-
-    step = jax.jit(jax.value_and_grad(loss))
-    expected = step(params, batch)
-    program = {"loss_fn": lambda params, batch, key: loss(params, batch), "batch": batch}
-    explanation = rx.explain(params, mesh, **(program if name in BY_PROGRAM_ALONE else {}))
-    placed = eqx.filter_shard(params, explanation.shardings)
-    placed_batch = jax.device_put(batch, rx.batch_sharding(mesh))
-    found = step(placed, placed_batch)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-        # Sums over 4 shards in another order: float32 rounding of sums of up to 64 terms.
-        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
-        assert np.abs(y).max() > 0, "every parameter counts"
-
-    if entry.activation_all_reduces is None:
-        return
-    forward = jax.jit(loss).lower(placed, placed_batch).compile()
-    found = rx.communication(forward, mesh)
-    rows = len(jax.tree.leaves(batch)[0]) // mesh.shape["data"]
-    sizes = {rows * size for size in entry.activation_sizes}
-    reduced = [c for c in found if c.kind == "all-reduce" and "tensor" in c.axes]
-    counts = [c.count for c in reduced for shape in c.shapes if num_elements(shape) in sizes]
-    assert sum(counts) == entry.activation_all_reduces
-    gathered = {shape for c in found if "tensor" in c.axes and c.kind != "all-reduce" for shape in c.shapes}
-    weights = {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(params) if x.ndim > 1}
-    assert not gathered & weights, "no weight is gathered"
 
 
 # Widths that all divide: alternation is held by the best of all layouts.

@@ -29,10 +29,6 @@ class Entry:
     - `specs`: glob over the leaf's path (`*` also crosses dots; the first match wins) -> the spec on a mesh
         with tensor=4 and fsdp=1. Trailing `None`s do not count. `...` means that any layout is right. An array
         that no glob matches is whole.
-    - `activation_sizes`: elements per row of the batch of what a row-parallel layer gives.
-    - `activation_all_reduces`: number of all-reduces in the compiled forward loss over the tensor axis
-        whose result has one of those sizes (times the rows on a device), loops multiplied out. A lookup in
-        a split vocabulary is one of them. `None` where the layout is not clean, as a comment says.
     """
 
     name: str
@@ -40,8 +36,6 @@ class Entry:
     inputs: Callable[[int], Any]
     loss: Callable[[Any, Any], Any]
     specs: dict[str, Any]
-    activation_all_reduces: int | None = None
-    activation_sizes: tuple[int, ...] = (SEQ * D,)
 
 
 def split(columns: str = "", rows: str = "", *, stacked: int = 0) -> dict[str, Any]:
@@ -172,14 +166,14 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def of_tokens(name: str, make: Any, apply: Any, specs: Any, all_reduces: Any, *, vocab: int = VOCAB) -> Entry:
+def of_tokens(name: str, make: Any, apply: Any, specs: Any, *, vocab: int = VOCAB) -> Entry:
     """With the mean next-token cross-entropy of `apply: model, (time,) ints -> (time, vocab)`."""
 
     def loss(model: Any, batch: Any) -> Any:
         logits = jax.vmap(lambda ids: apply(model, ids))(batch["tokens"][:, :-1])
         return cross_entropy(logits, batch["tokens"][:, 1:])
 
-    return Entry(name, make, partial(tokens, vocab=vocab), loss, specs, all_reduces)
+    return Entry(name, make, partial(tokens, vocab=vocab), loss, specs)
 
 
 def of_rows(
@@ -187,16 +181,11 @@ def of_rows(
     make: Any,
     apply: Any,
     specs: Any,
-    all_reduces: Any,
     *,
     x: tuple[int, ...] = (D,),
     y: tuple[int, ...] | None = None,
-    sizes: tuple[int, ...] | None = None,
 ) -> Entry:
-    """With the mean squared error of `apply(model, row)`, for rows of shape `x` and targets of shape `y`.
-
-    A row-parallel layer gives as much as the target has, or `sizes`.
-    """
+    """With the mean squared error of `apply(model, row)`, for rows of shape `x` and targets of shape `y`."""
     y = x if y is None else y
 
     def inputs(batch_size: int) -> dict[str, Any]:
@@ -207,4 +196,4 @@ def of_rows(
     def loss(model: Any, batch: Any) -> Any:
         return jnp.mean((jax.vmap(lambda row: apply(model, row))(batch["x"]) - batch["y"]) ** 2)
 
-    return Entry(name, make, inputs, loss, specs, all_reduces, sizes or (math.prod(y),))
+    return Entry(name, make, inputs, loss, specs)

@@ -60,18 +60,17 @@ PAIR = split("conv1", "conv2")
 
 ENTRIES = [
     # A bias is (out, 1, 1).
-    of_rows("conv2d", conv_pair, apply_conv_pair, PAIR, 1, x=IMAGE),
+    of_rows("conv2d", conv_pair, apply_conv_pair, PAIR, x=IMAGE),
     # The shortcut has the shape of what opens the pair, and is no sibling of it: the stream stays whole.
-    of_rows("conv_shortcut", shortcut, apply_shortcut, PAIR, 1, x=IMAGE, y=WIDE),
+    of_rows("conv_shortcut", shortcut, apply_shortcut, PAIR, x=IMAGE, y=WIDE),
     # The depthwise weight is (out, 1, 3, 3): it follows the split of the channels that it gets.
     of_rows(
         "conv_depthwise",
         inverted_residual,
         apply_inverted_residual,
         split("expand depthwise", "project"),
-        1,
         x=IMAGE,
     ),
     # A split cell would reduce at every time step; the lone head may be split or not.
-    of_rows("gru", recurrent, apply_recurrent, {"head.*": ...}, None, x=(SEQ, 8), y=(D,)),
+    of_rows("gru", recurrent, apply_recurrent, {"head.*": ...}, x=(SEQ, 8), y=(D,)),
 ]

@@ -92,7 +92,7 @@ def apply_gate_in_list(model: Any, x: Any) -> Any:
     return down(first["value"](x) * jax.nn.gelu(first["gate"](x)))
 
 
-def of_gates(name: str, specs: Any, all_reduces: Any, **sizes: Any) -> Any:
+def of_gates(name: str, specs: Any, **sizes: Any) -> Any:
     """Two pre-norm residual blocks: the first names, or the first in two halves, are the gate and its partner;
     the last closes."""
     ((width, _), *_), names = sizes.values(), list(sizes)
@@ -109,13 +109,13 @@ def of_gates(name: str, specs: Any, all_reduces: Any, **sizes: Any) -> Any:
             x = x + each(down, jax.nn.silu(gate) * up)
         return x
 
-    return of_rows(name, make, apply, specs, all_reduces, x=(SEQ, width))
+    return of_rows(name, make, apply, specs, x=(SEQ, width))
 
 
 # Blocks between the layer that feeds them from outside and a head
 
 
-def of_ends(name: str, names: tuple[str, ...], widths: tuple[int, ...], specs: Any, all_reduces: Any) -> Any:
+def of_ends(name: str, names: tuple[str, ...], widths: tuple[int, ...], specs: Any) -> Any:
     """The first matrix feeds the blocks, the others follow; `widths` are those before and after the blocks."""
     first, *others = names
     before: Any = {first: (widths[0], D)}
@@ -136,7 +136,7 @@ def of_ends(name: str, names: tuple[str, ...], widths: tuple[int, ...], specs: A
         return x
 
     shapes: Any = {"x": (SEQ, widths[0]), "y": (SEQ, widths[-1])}
-    return of_rows(name, make, apply, OF_BLOCKS | specs, all_reduces, **shapes, sizes=(SEQ * D,))
+    return of_rows(name, make, apply, OF_BLOCKS | specs, **shapes)
 
 
 # Mixtures of experts, computed densely: every token by every expert, weighted by a router. And an ensemble
@@ -170,7 +170,7 @@ def apply_mixtral(model: Any, x: Any) -> Any:
 
 
 def of_experts(
-    name: str, make: Any, specs: Any, all_reduces: Any, apply: Any = apply_stacked_experts, many: Any = repeated
+    name: str, make: Any, specs: Any, apply: Any = apply_stacked_experts, many: Any = repeated
 ) -> Any:
     """Residual blocks in a list, or in a stack with two leading dims: layers, then experts."""
 
@@ -180,7 +180,7 @@ def of_experts(
     def apply_blocks(model: Any, x: Any) -> Any:
         return through(model["blocks"], lambda block, x: x + apply(block["moe"], each(block["norm"], x)), x)
 
-    return of_rows(name, blocks, apply_blocks, specs, all_reduces, x=(SEQ, D))
+    return of_rows(name, blocks, apply_blocks, specs, x=(SEQ, D))
 
 
 MEMBERS = (eqx.if_array(0), None)
@@ -232,24 +232,22 @@ UP_DOWN = split("up", "down")
 OF_BLOCKS = split("*.mlp.layers.0", "*.mlp.layers.1")
 
 ENTRIES = [
-    of_rows("mlp_4", partial(mlp, depth=3), call, split("layers.[02]", "layers.[13]"), 2, sizes=(F, D)),
+    of_rows("mlp_4", partial(mlp, depth=3), call, split("layers.[02]", "layers.[13]")),
     # The third opens a pair that nothing closes, and its 10 outputs do not divide: whole.
     of_rows(
         "mlp_3_indivisible",
         partial(mlp, depth=2, num_out=10),
         call,
         split("layers.0", "layers.1"),
-        1,
         y=(10,),
-        sizes=(F,),
     ),
-    of_rows("sequential_nested", nested_sequential, call, split("layers.0.layers.0", "layers.1.layers.0"), 1),
+    of_rows("sequential_nested", nested_sequential, call, split("layers.0.layers.0", "layers.1.layers.0")),
     # Shape before order.
-    of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN, 1),
-    of_rows("three_fields", three_fields, call, split("embed head", "mix"), 1, sizes=(F,)),
+    of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN),
+    of_rows("three_fields", three_fields, call, split("embed head", "mix")),
     # A norm over split features costs one number per row and moment, no activation.
     *(
-        of_rows(f"{name}_between", partial(norm_between, make=make), apply_norm_between, UP_DOWN, 1)
+        of_rows(f"{name}_between", partial(norm_between, make=make), apply_norm_between, UP_DOWN)
         for name, make in NORMS.items()
     ),
     of_rows(
@@ -257,44 +255,40 @@ ENTRIES = [
         autoencoder,
         lambda model, x: model["decoder"](model["encoder"](x)),
         split("*.layers.0", "*.layers.1"),
-        2,
-        sizes=(16, D),
     ),
-    of_rows("gate_in_list", gate_in_list, apply_gate_in_list, split("net.0.value net.0.gate", "net.2"), 1),
+    of_rows("gate_in_list", gate_in_list, apply_gate_in_list, split("net.0.value net.0.gate", "net.2")),
     # As in LLaMA's first release: order would pair w1 with w2 and leave w3 alone.
-    of_gates("gate_w123", split("*.w[13]", "*.w2"), LAYERS, w1=(D, F), w3=(D, F), w2=(F, D)),
+    of_gates("gate_w123", split("*.w[13]", "*.w2"), w1=(D, F), w3=(D, F), w2=(F, D)),
     # The out of `down` is above its in, so by shape alone it would open; but two siblings feed it.
-    of_gates("gate_narrow", split("*.gate *.up", "*.down"), LAYERS, gate=(64, 32), up=(64, 32), down=(32, 64)),
+    of_gates("gate_narrow", split("*.gate *.up", "*.down"), gate=(64, 32), up=(64, 32), down=(32, 64)),
     # Both halves of wi lie across the devices: permutes before the product.
-    of_gates("gate_fused", split("*.wi", "*.wo"), None, wi=(D, 2 * F), wo=(F, D)),
+    of_gates("gate_fused", split("*.wi", "*.wo"), wi=(D, 2 * F), wo=(F, D)),
     # Patches that come flat: the stream stays whole at both ends.
-    of_ends("vision", ("patch_embed", "head"), (12, 16), split("head"), LAYERS),
+    of_ends("vision", ("patch_embed", "head"), (12, 16), split("head")),
     # As in OPT-350M, before and after the layers: not a pair, though the second's in is the first's out. The
     # stream stays whole: so is project_in, and project_out is whole, or by columns.
-    of_ends("projections", ("project_in", "project_out"), (D // 2, D // 2), {"project_out.*": ...}, LAYERS),
+    of_ends("projections", ("project_in", "project_out"), (D // 2, D // 2), {"project_out.*": ...}),
     # As in BERT: pooler and classifier are consecutive after the blocks, a pair.
-    of_ends("pooled", ("embed", "pooler", "classifier"), (12, D, 2), split("pooler", "classifier"), None),
+    of_ends("pooled", ("embed", "pooler", "classifier"), (12, D, 2), split("pooler", "classifier")),
     # 2 experts on each device; the weighted sum over experts is the all-reduce.
-    of_experts("moe", stacked_experts, split("*.experts"), LAYERS),
+    of_experts("moe", stacked_experts, split("*.experts")),
     # 6 experts over 4 devices: each is split inside; its all-reduce comes before the sum over experts and is
     # 6 activations wide.
     of_experts(
         "moe_indivisible",
         partial(stacked_experts, num_experts=6),
         split("*.experts.up", "*.experts.down", stacked=1),
-        None,
     ),
     # (layers, experts, ...): the dim of layers is never split, the one of experts is.
-    of_experts("moe_stacked", stacked_experts, split("*.experts", stacked=1), NUM_STACKED, many=stack),
+    of_experts("moe_stacked", stacked_experts, split("*.experts", stacked=1), many=stack),
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
-    of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), None, apply_mixtral),
+    of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), apply_mixtral),
     # A stack beside no router: the members are not experts, each is split inside.
     of_rows(
         "ensemble",
         critics,
         apply_critics,
         split("critics.layers.0", "critics.layers.1", stacked=1),
-        1,
         y=(NUM_STACKED, D),
     ),
     # Two heads close what one trunk opens: one small all-reduce each.
@@ -303,11 +297,9 @@ ENTRIES = [
         actor_critic,
         apply_actor_critic,
         split("trunk", "policy value"),
-        2,
         x=(8,),
         y=(5,),
-        sizes=(4, 1),
     ),
     # Tables, integers and masks divide, and are not split.
-    of_rows("friend_buffers", buffers, apply_buffers, UP_DOWN, 1),
+    of_rows("friend_buffers", buffers, apply_buffers, UP_DOWN),
 ]

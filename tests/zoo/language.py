@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from ._entry import (
     HEADS,
     LAYERS,
-    NUM_STACKED,
     SEQ,
     VOCAB,
     D,
@@ -271,31 +270,27 @@ def apply_einsum(model: Any, x: Any) -> Any:
 
 GROUPED = {heads: partial(llama, num_key_value_heads=heads) for heads in (2, 4)}
 STACKED = {heads: partial(make, is_stacked=True) for heads, make in GROUPED.items()}
-LOOKUP_AND_LAYERS, LOOKUP_AND_STACK = 1 + 2 * LAYERS, 1 + 2 * NUM_STACKED
 
 ENTRIES = [
-    of_tokens("llama", llama, apply_llama, llama_specs(), LOOKUP_AND_LAYERS),
+    of_tokens("llama", llama, apply_llama, llama_specs()),
     # 2 key/value heads over 4 devices: their 8 output features divide, but not their heads.
-    of_tokens("llama_gqa_refused", GROUPED[2], apply_llama, llama_specs("*q_proj"), LOOKUP_AND_LAYERS),
+    of_tokens("llama_gqa_refused", GROUPED[2], apply_llama, llama_specs("*q_proj")),
     # 4 layers: their dim would divide; stacked norms are (layers, D), and no Linear. 4 key/value heads over
     # 4 devices: k and v split like q.
-    of_tokens("stacked_llama", STACKED[4], apply_llama, llama_specs(stacked=1), LOOKUP_AND_STACK),
+    of_tokens("stacked_llama", STACKED[4], apply_llama, llama_specs(stacked=1)),
     of_tokens(
         "stacked_llama_gqa_refused",
         STACKED[2],
         apply_llama,
         llama_specs("*q_proj", stacked=1),
-        LOOKUP_AND_STACK,
     ),
     # 50 words over 4 devices: table and head whole, layers as usual.
-    of_tokens(
-        "vocab_indivisible", partial(llama, vocab=50), apply_llama, llama_specs(ends=""), 2 * LAYERS, vocab=50
-    ),
+    of_tokens("vocab_indivisible", partial(llama, vocab=50), apply_llama, llama_specs(ends=""), vocab=50),
     # One leaf for both; the head's bias follows the vocabulary.
-    of_tokens("shared_head", shared_llama, apply_shared_llama, llama_specs(), LOOKUP_AND_LAYERS),
+    of_tokens("shared_head", shared_llama, apply_shared_llama, llama_specs()),
     # An even split of c_attn's 3 * D outputs crosses the borders of q, k and v: it costs permutes. The head is
     # tied by use, so it is no leaf; positions are whole.
-    of_tokens("gpt2", gpt2, apply_gpt2, split("wte *.c_attn *.c_fc", "*.c_proj"), None),
+    of_tokens("gpt2", gpt2, apply_gpt2, split("wte *.c_attn *.c_fc", "*.c_proj")),
     # A row-parallel adapter adds an all-reduce of `rank` numbers per token.
     of_tokens(
         "lora",
@@ -305,15 +300,12 @@ ENTRIES = [
             "wte lm_head *.k_proj *.[qv]_proj.linear *.[qv]_proj.lora_b *.fc_in",
             "*.out_proj.linear *.out_proj.lora_a *.fc_out.linear *.fc_out.lora_a",
         ),
-        LOOKUP_AND_LAYERS,
     ),
     # An even split of the outputs crosses the borders of q, k and v: permutes.
-    of_rows("fused_qkv", partial(repeated, fused), apply_fused, split("*.qkv", "*.proj"), None, x=(SEQ, D)),
+    of_rows("fused_qkv", partial(repeated, fused), apply_fused, split("*.qkv", "*.proj"), x=(SEQ, D)),
     # Raw 3-D arrays: the dim of heads is split.
-    of_rows(
-        "raw_einsum", einsum, apply_einsum, {"w_[qkv]": (None, "tensor"), "w_o": ("tensor",)}, 1, x=(SEQ, D)
-    ),
+    of_rows("raw_einsum", einsum, apply_einsum, {"w_[qkv]": (None, "tensor"), "w_o": ("tensor",)}, x=(SEQ, D)),
     # Two lookups, two all-reduces per encoder layer, three per decoder layer; the table of relative positions
     # is (buckets, heads) and an eqx.nn.Embedding, yet no vocabulary: whole.
-    Entry("t5", t5, t5_inputs, t5_loss, split("shared *.[qkv] *.wi", "*.o *.wo"), 2 + 5 * LAYERS),
+    Entry("t5", t5, t5_inputs, t5_loss, split("shared *.[qkv] *.wi", "*.o *.wo")),
 ]
