@@ -58,17 +58,6 @@ def test_what_a_refused_step_needs_is_said_and_is_what_a_larger_chip_gives_it() 
     assert taken.memory.temporaries < 16 * 16 * 2048 * 4096 * 4 + taken.memory.gradients * 2 + 3 * 2**30
 
 
-def test_the_mesh_that_is_chosen_fits_where_others_do_not() -> None:
-    sizes = workloads.Sizes(dim=2048, num_layers=8, num_heads=16, vocabulary=32000, length=512, batch_size=16)
-    make = functools.partial(make_llama, sizes=sizes)
-    replicated = plan(make, sizes, mesh={"data": 8}, options={"remat": ["full"]})
-    less = int(replicated.memory.peak * 0.7)
-    found = plan(make, sizes, options={"remat": ["full"]}, bytes_per_device=less)
-    assert found.fits
-    assert found.mesh["data"] < 8
-    assert found.memory.peak <= less
-
-
 @pytest.mark.parametrize("target", ["v5e:3x5", "v4:9x9x9"])
 def test_a_topology_that_there_is_not(target: str) -> None:
     with pytest.raises(ValueError, match=rf"no topology '{target}'"):

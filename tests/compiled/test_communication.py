@@ -231,9 +231,3 @@ def test_the_table_says_what_is_not_exact() -> None:
         _, row, total, *said = str(found).splitlines()
         assert row.split()[2] == total.split()[1] == f"{bound}{found.total.count}"
         assert [line.split()[0] for line in said] == notes, changes
-
-
-def test_an_all_reduce_sends_what_its_two_halves_send() -> None:
-    whole, gather = (collective(kind, "tensor", group_size=8) for kind in ("all-reduce", "all-gather"))
-    scatter = collective("reduce-scatter", "tensor", group_size=8, result_bytes=2**20 // 8)
-    assert whole.sent_bytes == gather.sent_bytes + scatter.sent_bytes

@@ -93,13 +93,6 @@ def test_cached_equals_uncached(name, stacked):
         np.testing.assert_array_equal(generate(model, ROWS, **OPTIONS), whole)
 
 
-def test_a_text_begins_with_what_is_given():
-    start, (ids, mask) = ROWS[:, :3], padded("right")
-    expected = continued(model_of("t5"), start, [3] * 4, ids, mask)
-    found = generate(model_of("t5"), ids, attention_mask=mask, decoder_input_ids=start, **OPTIONS)
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_the_cache_has_the_dtype_of_the_model():
     for dtype in (jnp.float32, jnp.bfloat16):
         model = telling("mistral", dtype=dtype)

@@ -106,30 +106,6 @@ def saved(directory: Any, stacked: bool = False) -> Any:
     return trained
 
 
-def test_the_files_are_those_that_peft_writes(tmp_path):
-    trained = saved(tmp_path)
-    arrays = load_file(tmp_path / WEIGHTS)
-    # The model's own first name is model.
-    assert arrays.keys() == {
-        f"base_model.model.model.layers.{i}.{place}.lora_{x}.weight"
-        for i in range(2)
-        for place in ("self_attn.q_proj", "mlp.down_proj")
-        for x in "AB"
-    }
-    found = arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
-    np.testing.assert_array_equal(found, trained.model.layers[1].mlp.down_proj.lora_a)
-    config = json.loads((tmp_path / CONFIG).read_text())
-    assert config.items() >= {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base",
-        "r": 4, "lora_alpha": 8.0, "bias": "none", "target_modules": ["down_proj", "q_proj"],
-    }.items()  # fmt: skip
-    assert {file.name for file in tmp_path.iterdir()} == {CONFIG, WEIGHTS}
-    # Entries that say nothing are no reason to refuse.
-    others = {"lora_dropout": 0.1, "revision": "main", "eva_config": {"rho": 2}}
-    edit_json(tmp_path / CONFIG, of_next_year=None, use_x=False, x_pattern={}, **others)
-    assert_identical(rx.to_arrays(models.load_lora(llama(False), tmp_path)), rx.to_arrays(trained))
-
-
 @pytest.mark.parametrize("stacked", [False, True])
 def test_branches_come_back_bit_for_bit_on_any_mesh(stacked, tmp_path):
     """Into layers that are stacked, whether those that were written were or not."""
@@ -141,6 +117,8 @@ def test_branches_come_back_bit_for_bit_on_any_mesh(stacked, tmp_path):
         like = rx.to_arrays(adapt(llama(True), mesh, targets=("q_proj", "down_proj")))
         assert_same_layout(rx.to_arrays(found), like)
     models.save_lora(found, tmp_path / "again", base="base")
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["base_model_name_or_path"], config["task_type"]) == ("base", "CAUSAL_LM")
     for name in (CONFIG, WEIGHTS):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 

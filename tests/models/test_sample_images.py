@@ -201,13 +201,6 @@ def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_m
     assert half.dtype == jnp.bfloat16
 
 
-def test_the_last_timestep_is_pure_noise_where_it_is_rescaled():
-    for kind in (DDPMScheduler, DDIMScheduler):
-        scheduler = kind(rescale_betas_zero_snr=True, prediction_type="v_prediction")
-        assert scheduler.alphas_cumprod[-1] == 0
-        assert scheduler.alphas_cumprod[0] == kind().alphas_cumprod[0]
-
-
 def bad_calls():
     """Calls, with words of their refusals."""
     model, ids, key = alone(), jnp.zeros((2, LENGTH), int), jax.random.key(0)
