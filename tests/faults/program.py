@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "signal": None,  # sent to itself
     "where": "training",  # or "compilation", "evaluation", "prediction"
     "at": 7,  # at which call of that
-    "times": 1,
     "seconds_per_batch": 0.0,
 }
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -53,8 +52,7 @@ def main(options: dict[str, Any]) -> None:
     def happen(where: str) -> None:
         num_calls[where] += 1
         if options["signal"] is not None and (where, num_calls[where]) == (options["where"], options["at"]):
-            for _ in range(options["times"]):
-                os.kill(os.getpid(), options["signal"])
+            os.kill(os.getpid(), options["signal"])
 
     def train_collate(examples: Any) -> Any:
         time.sleep(options["seconds_per_batch"])

@@ -132,9 +132,6 @@ class Named:
 class Slots:
     __slots__ = ("target",)
 
-    def __init__(self) -> None:
-        self.target = 0
-
 
 TARGET, SETTINGS, MODULE = 0, {"target": 0}, types.ModuleType("settings_of_a_test")
 MODULE.target = 0  # pyright: ignore[reportAttributeAccessIssue]
@@ -153,9 +150,6 @@ def from_module() -> Any:
 class Outer:
     @property
     def target(self) -> Any:
-        return self.inner()
-
-    def inner(self) -> Any:
         return (lambda: helper())()
 
 
@@ -169,8 +163,12 @@ def set_target(x: Any, value: Any) -> Any:
     return x
 
 
-def next_global() -> None:
-    globals()["TARGET"] += 1
+def next_target(x: Any) -> None:
+    x.target += 1
+
+
+def next_item(x: dict[str, int]) -> None:
+    x["target" if "target" in x else "TARGET"] += 1
 
 
 # Each way gives a function, and a change, after which the function gives another number.
@@ -186,58 +184,38 @@ def by_closure(content: Any, read: Callable[[Any], Any], change: Callable[[Any],
     return way(content, lambda content: lambda: read(content), change)
 
 
-def by_cell() -> Way:
-    target = 0
-
-    def change() -> None:
-        nonlocal target
-        target = 1
-
-    return lambda: target, change
-
-
 def by_attribute() -> Way:
     def function() -> Any:
         return function.target  # pyright: ignore[reportFunctionMemberAccess]
 
     set_target(function, 0)
-    return function, lambda: set_target(function, 1)
+    return function, lambda: next_target(function)
 
 
 def double(number: Any) -> Any:
     return number * (2 if isinstance(number, int) else 3)
 
 
-def reading(settings: Any) -> Callable[[], Any]:
-    return lambda: settings["target"]
-
-
-def set_one(settings: dict[str, int]) -> None:
-    settings["target"] = 1
-
-
 WAYS: dict[str, Callable[[], Way]] = {
-    "cell": by_cell,
     "default": lambda: way(lambda target=0: target, lambda f: f, lambda f: setattr(f, "__defaults__", (1,))),
     "attribute": by_attribute,
     "object": lambda: way(
         set_target(Named(), jnp.zeros(())), lambda x: x.read, lambda x: set_target(x, jnp.ones(()))
     ),
-    "partial": lambda: way({"target": 0}, lambda x: functools.partial(lambda x: x["target"], x), set_one),
-    "read-only view": lambda: way({"target": 0}, lambda x: reading(types.MappingProxyType(x)), set_one),
-    "global": lambda: (lambda: helper() + 1, next_global),  # two functions away
-    "inherited method": lambda: (Inherited(), next_global),
-    "global dict": lambda: (lambda: SETTINGS["target"], lambda: SETTINGS.update(target=SETTINGS["target"] + 1)),
-    "module": lambda: (lambda: MODULE.target, lambda: set_target(MODULE, MODULE.target + 1)),
-    "import": lambda: (from_module, lambda: set_target(MODULE, MODULE.target + 1)),
-    "class": lambda: (lambda: Named.target, lambda: set_target(Named, Named.target + 1)),
-    "slot": lambda: by_closure(Slots(), lambda x: x.target, lambda x: set_target(x, 1)),
+    "partial": lambda: way({"target": 0}, lambda x: functools.partial(lambda x: x["target"], x), next_item),
+    "read-only view": lambda: way(
+        {"target": 0}, lambda x: (lambda view: lambda: view["target"])(types.MappingProxyType(x)), next_item
+    ),
+    "global": lambda: (lambda: helper() + 1, lambda: next_item(globals())),  # two functions away
+    "inherited method": lambda: (Inherited(), lambda: next_item(globals())),
+    "global dict": lambda: (lambda: SETTINGS["target"], lambda: next_item(SETTINGS)),
+    "module": lambda: (lambda: MODULE.target, lambda: next_target(MODULE)),
+    "import": lambda: (from_module, lambda: next_target(MODULE)),
+    "class": lambda: (lambda: Named.target, lambda: next_target(Named)),
+    "slot": lambda: by_closure(set_target(Slots(), 0), lambda x: x.target, next_target),
     "deque": lambda: by_closure(collections.deque([0]), lambda x: x[-1], lambda x: x.append(1)),
     "numpy": lambda: by_closure(np.zeros(4), lambda x: x.sum(), lambda x: x.fill(1)),
     "objects": lambda: by_closure(np.array([0, "one"], object), lambda x: x[0], lambda x: x.put(0, 1)),
-    "jit": lambda: by_closure(
-        {"f": jax.jit(lambda: 0)}, lambda x: x["f"](), lambda x: x.update(f=jax.jit(lambda: 1))
-    ),
     "options of jit": lambda: by_closure(
         {"f": jax.jit(double, static_argnums=0)}, lambda x: x["f"](1), lambda x: x.update(f=jax.jit(double))
     ),
