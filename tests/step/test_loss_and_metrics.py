@@ -240,21 +240,19 @@ def test_microbatches_cost_no_more_arithmetic():
 
 
 def test_a_number_of_microbatches_that_does_not_divide_is_refused():
-    mesh = make_mesh()
-    model, shardings = helpers.place({"w": jnp.ones(3)}, mesh)
+    model, shardings = helpers.place({"w": jnp.ones(3)}, make_mesh())
     state = init_state(model, SGD, key=KEY)
     batch = {"x": np.ones((8, 3), np.float32), "weight": np.ones(8, np.float32)}
-    on_eight = "weight has 8 rows, which do not divide into 2 microbatches on 8"
     step = partial(train_step, loss_fn=linear_loss, optimizer=SGD)
-    for number, layout, message in (
-        *((number, None, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
-        (2, shardings, on_eight),
+    shared: Any = (
+        {"shared": np.ones(4, np.float32)},
+        {"shared": np.float32(1)},
+    )
+    for number, layout, more, message in (
+        *((number, None, {}, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
+        (2, shardings, {}, "weight has 8 rows, which do not divide into 2 microbatches on 8"),
+        (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
+        (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            step(state, batch, num_microbatches=number, shardings=layout)
-    for shared, size in (
-        (np.ones(4, np.float32), 4),
-        (np.float32(1), "none"),
-    ):  # by cutting it the loss changes
-        with pytest.raises(ValueError, match=f"arrays differ: shared has {size}, weight has 8, x has 8"):
-            step(state, {**batch, "shared": shared}, num_microbatches=2)
+            step(state, {**batch, **more}, num_microbatches=number, shardings=layout)

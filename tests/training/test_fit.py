@@ -1,6 +1,5 @@
 """`fit` is the loop that a reader would write: same numbers, compiled once; what fails in it arrives."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -20,9 +19,6 @@ from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, generate, order
 
 import redco_eqx as rx
-from redco_eqx._checkpoint.runs import RunRecord
-from redco_eqx._step.state import order_key
-from redco_eqx._training.course import Plan, due
 from redco_eqx._training.evaluation import NUM_AHEAD
 from redco_eqx._training.run import Training
 
@@ -113,50 +109,6 @@ def test_num_train_steps_is_what_fit_takes() -> None:
             rx.num_train_steps(3, batch_size=batch_size, num_epochs=1)
 
 
-# The work due at a step
-
-# Ten examples in batches of 2, five steps an epoch: by steps, by epochs, and neither evaluated nor saved.
-PLANS = {
-    "steps": Plan(num_steps=12, log_every=4, evaluate=6, save=3),
-    "epochs": Plan(num_epochs=2, log_every=4, evaluate=0, save=0),
-    "bare": Plan(num_steps=3, log_every=2),
-}
-# (plan, steps so far, what is so, what is due)
-DUE = [
-    ("steps", 1, "", ""),
-    ("steps", 3, "", "save"),
-    ("steps", 4, "", "log"),
-    ("steps", 5, "", ""),
-    ("steps", 6, "", "log evaluate save"),
-    ("steps", 12, "", "log evaluate save finish"),
-    ("steps", 13, "", "log evaluate save finish"),
-    ("epochs", 4, "", "log"),
-    ("epochs", 5, "", "log evaluate save"),
-    ("epochs", 10, "", "log evaluate save finish"),
-    ("bare", 2, "", "log"),
-    ("bare", 3, "", "log finish"),
-    # Where a run goes on: what was done is not done again, what was cut short is.
-    ("steps", 6, "evaluated", "save"),
-    ("steps", 12, "evaluated", "log save finish"),
-    # A signal: a save, which holds what is not logged, or a row; and no evaluation.
-    ("steps", 1, "signal", "save finish"),
-    ("steps", 6, "signal", "save finish"),
-    ("bare", 1, "signal", "log finish"),
-    # A hook that has ended the run.
-    ("steps", 1, "stopped", "log evaluate save finish"),
-    ("steps", 1, "stopped evaluated", "log save finish"),
-]
-
-
-def test_what_is_due() -> None:
-    for case in DUE:
-        plan, num_steps, what, expected = case
-        run = RunRecord(100, num_steps, num_steps // 5, num_steps % 5, 2, 10, stopped="stopped" in what)
-        rows = ({"step": run.step, "eval/loss": 1.0},) if "evaluated" in what else ()
-        found = due(PLANS[plan], dataclasses.replace(run, evaluations=rows), stop=what == "signal")
-        assert " ".join(name for name, x in dataclasses.asdict(found).items() if x) == expected, case
-
-
 # Compiled once, and no waiting
 
 
@@ -221,16 +173,6 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 # What fails, and what is warned of
 
 
-def test_unused_parameters_are_told_once_by_path() -> None:
-    def without_bias(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean((batch["x"] @ model.weight.T - batch["y"]) ** 2)
-
-    # No thread: beartype, at work in it, now and then catches what another thread warns of.
-    with pytest.warns(UserWarning, match=r"does not depend on 1 trainable array.*: bias\.") as caught:
-        fit(loss_fn=without_bias, num_epochs=2, prefetch=0)
-    assert len(caught) == 1
-
-
 def test_errors_of_collate_fn_loss_fn_and_of_a_logger_arrive() -> None:
     for prefetch in (0, 2):
         with pytest.raises(LookupError, match="mine") as caught:
@@ -287,43 +229,9 @@ def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
     assert_same(run(), expected)  # which has come to its end already
 
 
-# A loop of one's own: steps, `batches` that say their place, and `Checkpoints.open`
+# Places of `batches`, from which a loop of one's own goes on
 
 WIDE = tiny.make_examples(44, dim=8)
-
-
-def my_loop(state: Any, step: Any, directory: Any, *, num_epochs: int, stop_at: int | None = None) -> Any:
-    """Saves every third step, and goes on from what is saved there."""
-    mesh, key = state.step.sharding.mesh, order_key(state, 0)
-    place: dict[str, Any] = {"epoch": 0, "start": 0}
-    if saved := rx.list_checkpoints(directory) if directory.exists() else []:
-        state, place = rx.restore(directory, state), saved[-1].extras["place"]
-    with rx.Checkpoints(directory).open() as writer:
-        while place["epoch"] < num_epochs:
-            batches = rx.batches(WIDE, tiny.collate, batch_size=8, mesh=mesh, key=key, **place)
-            for batch in batches:
-                if int(state.step) == stop_at:
-                    return state
-                state, _ = step(state, batch)
-                if int(state.step) % 3 == 0:
-                    writer.save(state, extras={"place": batches.place})
-            place = batches.place
-    return state
-
-
-def test_it_takes_the_same_steps_as_fit_also_when_it_is_resumed(tmp_path: pathlib.Path) -> None:
-    """From a place in the middle of an epoch of five batches, and in the next one."""
-    optimizer = optax.adam(1e-2)
-    state = tiny.mlp_state(optimizer)
-    arguments: Any = {"optimizer": optimizer, "loss_fn": tiny.loss_fn}
-    layout = {path: x.sharding for path, x in state.params.items()}
-    step = rx.jit_step(functools.partial(rx.train_step, shardings=layout, **arguments))
-    expected = fit(state, WIDE, batch_size=8, num_epochs=2, donate=False, **arguments)
-    assert int(expected.step) == 10
-    for stop_at in (5, 8):
-        run = functools.partial(my_loop, step=step, directory=tmp_path / str(stop_at), num_epochs=2)
-        assert int(run(jax.tree.map(jnp.copy, state), stop_at=stop_at).step) == stop_at
-        assert_same(run(jax.tree.map(jnp.copy, state)), expected)
 
 
 def test_the_place_goes_on_after_each_batch() -> None:

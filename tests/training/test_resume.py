@@ -447,7 +447,8 @@ def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) ->
         counted(None, tmp_path, collate_fn=Collate(6, tiny.fail))
     assert_counted(caught.value.state, 5)  # pyright: ignore[reportAttributeAccessIssue]
     assert any(f"saved as {tmp_path / '5'}" in note for note in caught.value.__notes__)
-    assert_counted(counted(None, tmp_path), 12)
+    for num_steps in (12, 7):  # it is over already
+        assert_counted(counted(None, tmp_path, num_steps=num_steps), 12)
 
 
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
