@@ -84,11 +84,15 @@ def make_pair(key: Any) -> eqx.nn.MLP:
 def test_bytes_of_layers_have_a_closed_form_and_are_those_of_the_compiled_step() -> None:
     # An all-reduce sends 7/8 of a weight twice. FSDP gathers each weight once, also of a list, and the compiler
     # for CPUs sums its gradient whole.
-    for make, axis, times in ((make_linear, "data", 2), (make_linear, "fsdp", 3), (make_pair, "fsdp", 2 * 3)):
+    for make, axis, times, scalars in (
+        (make_linear, "data", 2, 32),
+        (make_linear, "fsdp", 3, 32),
+        (make_pair, "fsdp", 2 * 3, 64),
+    ):
         best = plan(make, batch=WIDE, mesh={axis: 8}).best
         closed = times * 7 / 8 * 64 * 64 * 4
         assert closed <= best.predicted_bytes <= closed + 32  # and some scalars
-        assert closed <= best.sent_bytes <= closed + 64
+        assert closed <= best.sent_bytes <= closed + scalars
         assert dataclasses.replace(best, predicted_bytes=0.0).sent_bytes == best.sent_bytes
 
 
