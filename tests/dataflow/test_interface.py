@@ -32,16 +32,6 @@ def rows(size=8, width=32):
     return {"x": x, "y": x}
 
 
-def test_overrides_win_and_the_others_go_along():
-    overrides = [("layers.0.weight", P(None, "tensor"))]
-    result = rx.explain(mlp(), MESH, overrides=overrides, loss_fn=squared, batch=rows()).decisions
-    assert result["layers.0.weight"].spec == P(None, "tensor")
-    assert result["layers.0.weight"].role == "override"
-    assert result["layers.1.weight"].spec == P("tensor")  # a row is followed by a column
-    with pytest.raises(ValueError, match="matches no array"):
-        rx.shard_rules(mlp(), MESH, overrides=[("none", P())], loss_fn=squared, batch=rows())
-
-
 def test_fsdp_splits_the_largest_dim_that_is_left():
     mesh = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
     result = rx.shard_rules(mlp(256), mesh, loss_fn=squared, batch=rows())

@@ -57,7 +57,8 @@ def test_what_overrides_leave_goes_along_with_them():
     overrides = [("embed_tokens.weight", chosen)]
     program = {"loss_fn": loss_of(entry), "batch": entry.inputs(ROWS)}
     steered = rx.explain(abstract(entry.make), MESH, overrides=overrides, **program)
-    assert steered.decisions["embed_tokens.weight"].spec == chosen
+    decision = steered.decisions["embed_tokens.weight"]
+    assert (decision.spec, decision.role) == (chosen, "override")
     overwritten = {**specs_of(explained("llama_gqa_refused")), "embed_tokens.weight": chosen}
     ours, theirs = sent(steered), sent(explained("llama_gqa_refused"), overwritten)
     # 0.81: gathers, which both send, count half as much as sums by the ring.

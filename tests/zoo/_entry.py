@@ -90,8 +90,8 @@ def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
     }
 
 
-def mlp(key: Any, *, depth: int = 1, num_in: int = D, num_out: int = D) -> eqx.nn.MLP:
-    return eqx.nn.MLP(num_in, num_out, F, depth, activation=jax.nn.gelu, key=key)
+def mlp(key: Any, *, depth: int = 1, num_out: int = D) -> eqx.nn.MLP:
+    return eqx.nn.MLP(D, num_out, F, depth, activation=jax.nn.gelu, key=key)
 
 
 def each(layer: Any, x: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._entry import SEQ, D, F, named, of_rows, split
 
-IMAGE, WIDE = (D, 4, 4), (F, 4, 4)
+IMAGE = (D, 4, 4)
 
 
 def convolutions(key: Any, **sizes: tuple[int, int, int, int]) -> Any:
@@ -26,15 +26,6 @@ def conv_pair(key: Any) -> Any:
 
 def apply_conv_pair(model: Any, x: Any) -> Any:
     return x + model["conv2"](jax.nn.relu(model["conv1"](x)))
-
-
-def shortcut(key: Any) -> Any:
-    """A block of a ResNet that widens the stream."""
-    return convolutions(key, conv1=(D, F, 3, 1), conv2=(F, F, 3, 1), conv_shortcut=(D, F, 1, 1))
-
-
-def apply_shortcut(model: Any, x: Any) -> Any:
-    return model["conv_shortcut"](x) + model["conv2"](jax.nn.relu(model["conv1"](x)))
 
 
 def inverted_residual(key: Any) -> Any:
@@ -56,13 +47,9 @@ def apply_recurrent(model: Any, x: Any) -> Any:
     return model["head"](jax.lax.scan(lambda h, x: (model["cell"](x, h), None), jnp.zeros(D), x)[0])
 
 
-PAIR = split("conv1", "conv2")
-
 ENTRIES = [
     # A bias is (out, 1, 1).
-    of_rows("conv2d", conv_pair, apply_conv_pair, PAIR, x=IMAGE),
-    # The shortcut has the shape of what opens the pair, and is no sibling of it: the stream stays whole.
-    of_rows("conv_shortcut", shortcut, apply_shortcut, PAIR, x=IMAGE, y=WIDE),
+    of_rows("conv2d", conv_pair, apply_conv_pair, split("conv1", "conv2"), x=IMAGE),
     # The depthwise weight is (out, 1, 3, 3): it follows the split of the channels that it gets.
     of_rows(
         "conv_depthwise",

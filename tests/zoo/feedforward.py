@@ -34,11 +34,6 @@ def call(model: Any, x: Any) -> Any:
 # Containers
 
 
-def nested_sequential(key: Any) -> eqx.nn.Sequential:
-    up, down = up_and_down(key).values()
-    return eqx.nn.Sequential([eqx.nn.Sequential([up, eqx.nn.Lambda(jax.nn.gelu)]), eqx.nn.Sequential([down])])
-
-
 class ThreeFields(eqx.Module):
     embed: Any
     mix: Any
@@ -72,24 +67,7 @@ def apply_norm_between(model: Any, x: Any) -> Any:
     return model["down"](jax.nn.relu(model["norm"](model["up"](x))))
 
 
-def autoencoder(key: Any) -> Any:
-    k1, k2 = jax.random.split(key)
-    return {"encoder": mlp(k1, num_out=16), "decoder": mlp(k2, num_in=16)}
-
-
 # Gates
-
-
-def gate_in_list(key: Any) -> Any:
-    """As in diffusers: the opening pair is two matrices, in one element of a list."""
-    first = named(key, value=(D, F), gate=(D, F), down=(F, D))
-    down = first.pop("down")
-    return {"net": [first, eqx.nn.Dropout(0.0), down]}
-
-
-def apply_gate_in_list(model: Any, x: Any) -> Any:
-    first, _, down = model["net"]
-    return down(first["value"](x) * jax.nn.gelu(first["gate"](x)))
 
 
 def of_gates(name: str, specs: Any, **sizes: Any) -> Any:
@@ -241,7 +219,6 @@ ENTRIES = [
         split("layers.0", "layers.1"),
         y=(10,),
     ),
-    of_rows("sequential_nested", nested_sequential, call, split("layers.0.layers.0", "layers.1.layers.0")),
     # Shape before order.
     of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN),
     of_rows("three_fields", three_fields, call, split("embed head", "mix")),
@@ -250,15 +227,6 @@ ENTRIES = [
         of_rows(f"{name}_between", partial(norm_between, make=make), apply_norm_between, UP_DOWN)
         for name, make in NORMS.items()
     ),
-    of_rows(
-        "decoupled",
-        autoencoder,
-        lambda model, x: model["decoder"](model["encoder"](x)),
-        split("*.layers.0", "*.layers.1"),
-    ),
-    of_rows("gate_in_list", gate_in_list, apply_gate_in_list, split("net.0.value net.0.gate", "net.2")),
-    # As in LLaMA's first release: order would pair w1 with w2 and leave w3 alone.
-    of_gates("gate_w123", split("*.w[13]", "*.w2"), w1=(D, F), w3=(D, F), w2=(F, D)),
     # The out of `down` is above its in, so by shape alone it would open; but two siblings feed it.
     of_gates("gate_narrow", split("*.gate *.up", "*.down"), gate=(64, 32), up=(64, 32), down=(32, 64)),
     # Both halves of wi lie across the devices: permutes before the product.
@@ -272,13 +240,6 @@ ENTRIES = [
     of_ends("pooled", ("embed", "pooler", "classifier"), (12, D, 2), split("pooler", "classifier")),
     # 2 experts on each device; the weighted sum over experts is the all-reduce.
     of_experts("moe", stacked_experts, split("*.experts")),
-    # 6 experts over 4 devices: each is split inside; its all-reduce comes before the sum over experts and is
-    # 6 activations wide.
-    of_experts(
-        "moe_indivisible",
-        partial(stacked_experts, num_experts=6),
-        split("*.experts.up", "*.experts.down", stacked=1),
-    ),
     # (layers, experts, ...): the dim of layers is never split, the one of experts is.
     of_experts("moe_stacked", stacked_experts, split("*.experts", stacked=1), many=stack),
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
