@@ -269,8 +269,8 @@ from functools import partial
 from cases import explained
 for name in ("moe", "llama_gqa_refused"):
     print(explained(name).decisions)
-mesh, (make, loss_fn, batch) = rx.make_mesh(tensor=4), t.CASES["attention"]
-model = rx.init_model(make, mesh, key=jax.random.key(0))
+mesh, (_, loss_fn, batch) = rx.make_mesh(tensor=4), t.CASES["attention"]
+model = t.model_of("attention")
 loss_fn = rx.split_activations(loss_fn)
 shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
 state = rx.init_state(eqx.filter_shard(model, shardings), t.SGD, key=jax.random.key(1))

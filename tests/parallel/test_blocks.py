@@ -1,10 +1,9 @@
-"""The building blocks one by one, and together: what they give and what they send.
+"""The building blocks one by one, and together: what they give.
 
-Layouts are held by counts of the compiled program; that a result is right shows nothing about a layout.
+`test_steps_of_models.py` counts what they send; that a result is right shows nothing about a layout.
 """
 
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -17,18 +16,12 @@ import optax
 import pytest
 import tiny_models
 from helpers import filled, mesh_of
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._compiled.communication import communication
-from redco_eqx._compiled.hlo import num_elements
 from redco_eqx._parallel.scan import check_remat
 
 SIZE, LENGTH, BATCH = 64, 16, 8
-
-
-def per_token(layer: Any) -> Any:
-    return lambda x: layer(x) if x.ndim == 1 else jax.vmap(per_token(layer))(x)
 
 
 def linear(num_in: int, num_out: int, seed: int = 0) -> Any:
@@ -38,65 +31,6 @@ def linear(num_in: int, num_out: int, seed: int = 0) -> Any:
 
 def stream() -> Any:
     return jnp.asarray(np.random.default_rng(9).normal(size=(BATCH, LENGTH, SIZE)), jnp.float32)
-
-
-def large(compiled: Any, mesh: Mesh) -> Counter:
-    """`{(kind, axes): number of arrays}` of more than one number for each token."""
-    counts: Counter = Counter()
-    for c in communication(compiled, mesh):
-        counts[c.kind, c.axes] += sum(num_elements(shape) > BATCH * LENGTH for shape in c.shapes) * c.count
-    return +counts
-
-
-def input_gradient(apply: Any, *arrays: Any, specs: Any) -> tuple[Counter, Any]:
-    """Large collectives on data 2 x tensor 4 of the gradient by the first array, and its values."""
-    mesh = mesh_of("data2xtensor4")
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    # Only the input's gradient, as it came: what is asked of the weights is another matter.
-    gradient = jax.jit(gradient_of(apply), in_shardings=shardings, out_shardings=(None, shardings[0]))
-    placed = jax.device_put(arrays, shardings)
-    compiled = gradient.lower(*placed).compile()
-    return large(compiled, mesh), compiled(*placed)
-
-
-def gradient_of(apply: Any) -> Any:
-    return jax.value_and_grad(lambda *arrays: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(apply(*arrays))))
-
-
-def split_as(layers: list[Any], weight: PartitionSpec, bias: PartitionSpec) -> list[Any]:
-    return [jax.tree.map(lambda a: weight if a.ndim == 2 else bias, layer) for layer in layers]
-
-
-def test_siblings_share_one_reduction_backward():
-    layers = [linear(SIZE, 128, seed) for seed in range(3)]
-    split = PartitionSpec("tensor")
-    specs = (PartitionSpec("data"), split_as(layers, split, split))
-    counts, result = input_gradient(
-        lambda x, layers: rx.layers.column(x, *layers), stream(), layers, specs=specs
-    )
-    assert counts == {("all-reduce", ("tensor",)): 1}
-    expected = jax.jit(gradient_of(lambda x, layers: [per_token(layer)(x) for layer in layers]))(
-        stream(), layers
-    )
-    np.testing.assert_allclose(result[1], expected[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_two_rows_side_by_side_share_one_reduction_forward(parallel):
-    layers = [linear(128, SIZE, seed) for seed in range(2)]
-    xs = [jnp.tile(stream(), 2), jnp.tile(stream(), 2) + 1]
-    wide = PartitionSpec("data", None, "tensor")
-    counts, result = input_gradient(
-        lambda xs, layers: rx.layers.row(xs, layers, sequence_parallel=parallel),
-        xs,
-        layers,
-        specs=([wide, wide], split_as(layers, PartitionSpec(None, "tensor"), PartitionSpec())),
-    )
-    kinds = ("reduce-scatter", "all-gather") if parallel else ("all-reduce",)
-    assert counts == {(kind, ("tensor",)): 1 for kind in kinds}
-    expected = jax.jit(gradient_of(lambda xs: per_token(layers[0])(xs[0]) + per_token(layers[1])(xs[1])))(xs)
-    for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 class Kernel(eqx.Module):
@@ -143,13 +77,16 @@ def test_any_layer_gives_what_it_gives_alone():
     }
     arrays, static = eqx.partition(layers, eqx.is_array_like)
 
+    def ways(layer: Any, x: Any, **options: Any) -> Any:
+        twice = jax.tree.map(lambda a: 2 * a if eqx.is_array(a) else a, layer)
+        together = rx.layers.row([x, x + 1], [layer, twice], **options)
+        siblings = rx.layers.column(x, layer, layer, **options)
+        return *siblings, rx.layers.row(x, layer, **options), together - twice(x + 1)
+
     @jax.jit
     def all_ways(arrays: Any, x: Any) -> dict[str, Any]:
         return {
-            f"{name}, {parallel=}": (
-                *rx.layers.column(x, layer, sequence_parallel=parallel),
-                rx.layers.row(x, layer, sequence_parallel=parallel),
-            )
+            f"{name}, {parallel=}": ways(layer, x, sequence_parallel=parallel)
             for name, layer in eqx.combine(arrays, static).items()
             for parallel in (False, True)
         }

@@ -33,11 +33,12 @@ def counts(found: Communication, case: workloads.Case, mesh: Any) -> dict[Any, i
     return collectives.count(collectives.results(found, case, mesh))
 
 
-def test_a_step_over_tensor_and_data_moves_the_least():
-    mesh, (case, found) = mesh_of("data2xtensor4"), step_of("LLaMA", "data2xtensor4")
-    # The whole dict: no all-gather, of a weight or of anything else, and nothing over both axes. Each of the
-    # two layers has 9 parameters, and there are 3 others.
-    expected = {("all-reduce", TENSOR): 2 * case.reductions, ("all-reduce", DATA): 2 * 9 + 3}
+# In a layer of GPT-J the outputs of attention and MLP are summed together.
+@pytest.mark.parametrize(("name", "in_layer", "others"), [("LLaMA", 9, 3), ("GPT-J", 10, 5)])
+def test_a_step_over_tensor_and_data_moves_the_least(name, in_layer, others):
+    mesh, (case, found) = mesh_of("data2xtensor4"), step_of(name, "data2xtensor4")
+    # The whole dict: no all-gather, of a weight or of anything else, and nothing over both axes.
+    expected = {("all-reduce", TENSOR): 2 * case.reductions, ("all-reduce", DATA): 2 * in_layer + others}
     assert counts(found, case, mesh) == expected
     large = [r for r in collectives.results(found, case, mesh) if not r.small]
     assert {r.size for r in large if r.axes == TENSOR} == {collectives.activation_bytes(case, mesh)}
