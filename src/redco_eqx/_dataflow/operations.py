@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, body, called, scan_counts
 from redco_eqx._dataflow import shapes
-from redco_eqx._dataflow.values import Dim, Value, new_dim, new_dims, pin
+from redco_eqx._dataflow.values import EXPERTS, Dim, Value, new_dim, new_dims, pin
 from redco_eqx._dataflow.walk import Results, Rule, Walk
 
 # Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`.
@@ -149,10 +149,13 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
 
 
 def cond(walk: Walk, operands: list[Value]) -> Results:
-    """Walk all branches, and add up their bytes; for branches by platform, only the first counts."""
-    branches = walk.params["branches"]
-    if walk.params.get("branches_platforms"):
-        branches = branches[:1]
+    """Walk all branches, and add up their bytes; for branches by platform, only the default counts."""
+    branches, platforms = walk.params["branches"], walk.params.get("branches_platforms")
+    if platforms:
+        branches = [x for x, names in zip(branches, platforms) if names is None] or branches[:1]
+    if EXPERTS in str(walk.equation.source_info.name_stack):
+        for weight in (x for x in operands if x.weights):
+            pin(weight.dims[0], "the experts, each of which is split inside")
     first, *others = (walk.run(body(branch), operands[1:]) for branch in branches)
     for results in others:
         for one, other in zip(first, results):

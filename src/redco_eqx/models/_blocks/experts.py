@@ -71,7 +71,7 @@ def mix_experts(
     - `sequence_parallel`: pass true if the stream is split over `tensor` along the tokens.
     """
 
-    @jax.named_scope("redco_eqx.row")
+    @jax.named_scope("redco_eqx.row.experts")
     def mix(*given: Array) -> Array:
         groups, dense = (functools.partial(kind, activation) for kind in (in_groups, all_for_all))
         return jax.lax.platform_dependent(*given, tpu=groups, default=dense)
