@@ -269,7 +269,9 @@ def choose_layout(
     """
     costs, paths = analysis.costs, analysis.traced.paths
     total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
-    least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)
+    # A split can free a negative number of bytes: an array that `tensor` cannot split may be stored over all
+    # devices.
+    least_freed = -math.inf if max_bytes is None else total - max_bytes
     decided = analysis.traced.by_leaf(fixed)
     split_so = as_layout(costs, decided) or {}
 

@@ -118,19 +118,21 @@ class Prediction:
 class Stored(NamedTuple):
     """An array that is split where it is stored, into `num_parts`, and gathered for use.
 
-    `num_bytes` are those of the array as it is used, on one device.
+    - `num_bytes`: those of the array as it is used, on one device.
+    - `num_summed`: the number of parts along `fsdp` alone, over which gradients are summed.
     """
 
     num_bytes: float
     num_parts: int
+    num_summed: int
 
 
 def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler) -> float:
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
-    of summing it whole saves as much as a gather sends. The blocks in `ENDS` gather once, several of them the
-    same, and scatter with every compiler. Where a compiler keeps whole gradients, `train_step` gathers arrays
+    of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several of
+    them the same, and each scatters with every compiler. Where a compiler keeps whole gradients, `train_step` gathers arrays
     only once that are used outside of loops.
     """
     uses = defaultdict[int, list[tuple[str, float]]](list)
@@ -146,19 +148,21 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
     for leaf, path in enumerate(analysis.traced.paths):
         if path not in stored or not uses[leaf]:
             continue
-        whole, num_parts = stored[path]
+        whole, num_parts, num_summed = stored[path]
         # An array that is used in each step of a loop is gathered once.
         largest = max(size for _, size in uses[leaf])
         size = min(whole, largest / (analysis.costs.tensor if leaf in analysis.layout else 1))
         is_trained = analysis.walk.gradients[leaf] is not None
-        blocks = {block for block, _ in uses[leaf]}
+        blocks = [block for block, _ in uses[leaf]]
         most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
-        if blocks.issubset(ENDS):
-            others = len(blocks) - 1
+        if set(blocks).issubset(ENDS):
+            num_lookups = blocks.count(ENDS[0])
+            others = num_lookups + (len(blocks) > num_lookups) - 1
             num_gathers, num_scatters = 1, (1 - others if compiler.merges else 1 + others) * is_trained
         gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
-        total += (gathered - num_scatters) * ring_bytes("all-gather", size, num_parts)
+        total += gathered * ring_bytes("all-gather", size, num_parts)
+        total -= num_scatters * ring_bytes("reduce-scatter", size / num_summed, num_summed)
     return total
 
 

@@ -1,6 +1,7 @@
 """Turn chosen splits into a layout, judge it as a whole, and compare it with that of the path rules."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ def worth(costs: Costs, split: Split) -> float:
 
 def choose(
     costs: Costs,
-    least_freed: float = 0.0,
+    least_freed: float = -math.inf,
     *,
     forced: Collection[int] = (),
     barred: Collection[int] = (),
@@ -47,23 +48,24 @@ def best_set(
     freed: Sequence[float],
     numbers: Sequence[int],
     groups: Sequence[tuple[int, ...]],
-    least_freed: float = 0.0,
+    least_freed: float = -math.inf,
 ) -> list[int]:
     """Find the set of these indices with the largest worth that frees enough, with at most one of each group.
 
     Raises `ValueError` if no set frees enough.
     """
-    if not numbers and least_freed == 0:
-        return []
     if not numbers:
-        raise ValueError("no splits")
+        if least_freed > 0:
+            raise ValueError("no splits")
+        return []
     place = {n: i for i, n in enumerate(numbers)}
     groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
     rows: list[Constraint] = [
         ([(place[n], 1.0) for n in group], -np.inf, 1.0) for group in groups if len(group) > 1
     ]
-    if least_freed > 0:
-        rows.append(([(place[n], freed[n] / least_freed) for n in numbers], 1.0, np.inf))
+    if least_freed > -math.inf:
+        scale = max(1.0, abs(least_freed))
+        rows.append(([(place[n], freed[n] / scale) for n in numbers], least_freed / scale, np.inf))
     largest = max(1e-30, *(abs(worths[n]) for n in numbers))
     prices = [-worths[n] / largest for n in numbers]
     found = cheapest(prices, rows, [True] * len(numbers), mip_rel_gap=0.0)

@@ -161,7 +161,7 @@ def cross_entropy(
     rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
     if rows is None or split is None:
         return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
-    axis = "tensor" if tensor_size(mesh) > 1 else None
+    axis = "tensor" if any(map(axes_of, split.specs)) else None
     axes = (*rows, axis) if axis else rows
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
 
@@ -269,14 +269,14 @@ def _own_part_of(
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
-    """Cut a head over its outputs (the vocabulary). Return it whole for one shard, and `None` if it cannot be
-    cut."""
-    if num_shards > 1 and callable(head):
-        return split_layer(head, "column", num_shards, 1)
-    if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
-        return None
+    """Cut a head over its outputs (the vocabulary). Return it whole for one shard, or if these do not divide
+    evenly, and `None` for a layer that cannot be cut for another reason."""
     leaves, build = take_apart(head)
-    spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
+    sizes = [x.shape[0] for x in leaves if x.ndim > 1]
+    is_whole = num_shards == 1 or (len(sizes) == 1 and sizes[0] % num_shards > 0)
+    if callable(head) and not is_whole:
+        return split_layer(head, "column", num_shards, 1)
+    spec = PartitionSpec() if is_whole else PartitionSpec("tensor")
     return SplitLayer(leaves, [spec] * len(leaves), build)
 
 

@@ -76,8 +76,9 @@ class Explanation:
         """The arrays that are stored split and gathered for use, by path."""
         from redco_eqx._dataflow.prediction import Stored
 
+        fsdp = axis_size(self.mesh, "fsdp")
         parts = ((d, axis_size(self.mesh, stored_axes(d.spec))) for d in self.decisions.values())
-        return {d.path: Stored(float(d.bytes_per_device * num), num) for d, num in parts if num > 1}
+        return {d.path: Stored(float(d.bytes_per_device * num), num, fsdp) for d, num in parts if num > 1}
 
     @property
     def bytes_per_device(self) -> int:

@@ -48,15 +48,22 @@ _keep_gathered = only_real(jax.checkpoint_policies.save_only_these_names(KEPT))
 _keep_nothing = jax.checkpoint_policies.nothing_saveable
 
 
-def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> Array:
+def over_fsdp(sharding: NamedSharding) -> NamedSharding:
+    """The layout of an array that is gathered over `tensor` if it is stored over both axes."""
+    entries = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def gather_for_use(
+    x: Array, sharding: NamedSharding, to: NamedSharding | None = None, *, keep: bool = False
+) -> Array:
     """Gather `x`, which has this sharding, for use: one all-gather forward, one reduce-scatter backward.
 
     A plain constraint would be enough for the forward pass, but its transpose is itself, so the gradient would
-    be summed whole.
+    be summed whole. `to` is the layout to gather to, if it is not that of an array in use.
     """
-    whole = NamedSharding(sharding.mesh, for_use(sharding.spec))
-    over_fsdp = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
-    summed = NamedSharding(sharding.mesh, PartitionSpec(*over_fsdp))
+    whole = to or NamedSharding(sharding.mesh, for_use(sharding.spec))
+    summed = over_fsdp(sharding)
 
     @jax.custom_vjp
     def gathered(x: Array) -> Array:
@@ -115,11 +122,12 @@ def _and_kept(policy: Policy | None) -> Policy:
 @dataclasses.dataclass(frozen=True)
 class _Taken:
     """An operation that takes weights ungathered: the operation, its operands, and the weights among its
-    results."""
+    results. Those of its operands that are in `halfway` are gathered over `tensor` alone."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
     outputs: Shardings = ()
+    halfway: bool = False
 
 
 @dataclasses.dataclass
@@ -143,26 +151,33 @@ class _Walk:
         gathered, the program is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
-        gathered: dict[Var, Operand] = {}
+        gathered: dict[tuple[Var, bool], Operand] = {}
         equations: list[JaxprEqn] = []
 
         def layout_of(atoms: Sequence[Operand]) -> Shardings:
             return [None if isinstance(atom, Literal) else pending.get(atom) for atom in atoms]
 
-        def whole(atom: Operand) -> Operand:
+        def whole(atom: Operand, *, halfway: bool = False) -> Operand:
             (sharding,) = layout_of([atom])
             if isinstance(atom, Literal) or sharding is None or not is_split(sharding):
                 return atom
-            if atom not in gathered:
-                inner = _traced(lambda x: gather_for_use(x, sharding, keep=self.keep), type_of(atom))
+            to = over_fsdp(sharding) if halfway else None
+            if to == sharding:
+                return atom
+            if (atom, halfway) not in gathered:
+                keep = self.keep and not halfway
+                inner = _traced(lambda x: gather_for_use(x, sharding, to, keep=keep), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
-                gathered[atom] = inner.outvars[0]
-            return gathered[atom]
+                gathered[atom, halfway] = inner.outvars[0]
+            return gathered[atom, halfway]
 
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
             taken = self.take(equation, inputs) if any(inputs) else _Taken(equation)
-            operands = [a if i in taken.operands else whole(a) for i, a in enumerate(equation.invars)]
+            operands = list(map(whole, equation.invars))
+            for i in taken.operands:
+                atom = equation.invars[i]
+                operands[i] = whole(atom, halfway=True) if taken.halfway else atom
             is_same = all(new is old for new, old in zip(operands, equation.invars))
             equations.append(taken.equation if is_same else taken.equation.replace(invars=operands))
             pending |= {var: s for var, s in zip(equation.outvars, taken.outputs) if s is not None}
@@ -262,7 +277,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
         is_cast = len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
         if sharding is None or invars[i] in inside.outvars or not is_cast:
             continue
-        split = _join(specs[i], sharding.spec, type_of(equation.invars[i]).ndim)
+        split = _join(specs[i], over_fsdp(sharding).spec, type_of(equation.invars[i]).ndim)
         if split is None:
             continue
         (use,) = uses
@@ -278,7 +293,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
         "jaxpr": inside.replace(invars=invars, eqns=equations),
         "in_specs": tuple(specs),
     }
-    return _Taken(equation.replace(params=params), taken)
+    return _Taken(equation.replace(params=params), taken, halfway=True)
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:

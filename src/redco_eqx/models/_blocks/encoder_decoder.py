@@ -68,7 +68,7 @@ class EncoderDecoder(Decoder):
         project = functools.partial(column, unit=size, sequence_parallel=self.sequence_parallel)
         if mesh is not None and axis_size(mesh, "fsdp") > 1:  # gathered weights are not kept
             project = eqx.filter_checkpoint(project, policy=keep_products_and_row_out)
-        if not isinstance(layers, list) and tensor_size(mesh) == 1:
+        if mesh is not None and tensor_size(mesh) == 1 and not isinstance(layers, list):
             # With no sum over `tensor`, gather the weights of one layer after another.
             arrays, static = eqx.partition(self.cross_projections(layers), eqx.is_array)
             _, outputs = jax.lax.scan(
