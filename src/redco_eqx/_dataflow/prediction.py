@@ -131,17 +131,17 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
-    of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several of
-    them the same, and each scatters with every compiler. Where a compiler keeps whole gradients, `train_step` gathers arrays
-    only once that are used outside of loops.
+    of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several
+    of them the same, and each scatters with every compiler. Where a compiler keeps whole gradients,
+    `train_step` gathers arrays only once that are used outside of loops.
     """
-    uses = defaultdict[int, list[tuple[str, float]]](list)
+    uses = defaultdict[int, list[tuple[str, Value, int]]](list)
     in_loops, read_wide = set[int](), set[int]()
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
             for x in step.operands:
                 for leaf in x.weights:
-                    uses[leaf].append((step.block, float(x.num_bytes * step.times)))
+                    uses[leaf].append((step.block, x, step.times))
                     in_loops |= {leaf} if step.times > 1 else set()
                     read_wide |= set() if _reads_narrow(step.equation) else {leaf}
     total = 0.0
@@ -149,11 +149,11 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         if path not in stored or not uses[leaf]:
             continue
         whole, num_parts, num_summed = stored[path]
-        # An array that is used in each step of a loop is gathered once.
-        largest = max(size for _, size in uses[leaf])
-        size = min(whole, largest / (analysis.costs.tensor if leaf in analysis.layout else 1))
+        # An array that is used in each step of a loop is gathered once, and so is one that is used in pieces.
+        used = sum({id(x): float(x.num_bytes * times) for _, x, times in uses[leaf]}.values())
+        size = min(whole, used / (analysis.costs.tensor if leaf in analysis.layout else 1))
         is_trained = analysis.walk.gradients[leaf] is not None
-        blocks = [block for block, _ in uses[leaf]]
+        blocks = [block for block, *_ in uses[leaf]]
         most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
