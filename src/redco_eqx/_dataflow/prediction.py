@@ -160,10 +160,27 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
             num_lookups = blocks.count(ENDS[0])
             others = num_lookups + (len(blocks) > num_lookups) - 1
             num_gathers, num_scatters = 1, (1 - others if compiler.merges else 1 + others) * is_trained
+        if num_parts == analysis.costs.num_shards and analysis.costs.tensor == 1:
+            total -= _kept_apart(analysis, leaf, num_parts, compiler)
         gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
         total += gathered * ring_bytes("all-gather", size, num_parts)
         total -= num_scatters * ring_bytes("reduce-scatter", size / num_summed, num_summed)
     return total
+
+
+def _kept_apart(analysis: Analysis, leaf: int, num_parts: int, compiler: Compiler) -> float:
+    """Bytes that lookups outside the blocks save: where the table is stored split, each device takes the rows
+    that belong to its part, instead of summing the gradient of the table."""
+    gradient = analysis.walk.gradients[leaf]
+    sums = () if gradient is None else gradient.sums
+    found = [e for e in sums if e.equation.primitive.name.startswith("scatter") and e.block not in ENDS]
+    if compiler.merges and len(sums) > 1:  # the gradients of all uses are added first
+        return 0.0
+    summed = 1 if compiler.merges else 2  # one half is saved already where gradients are scattered
+    sizes = [(x.num_bytes, sum(row.num_bytes for row in x.arrays) / num_parts) for x in found]
+    whole = [summed * ring_bytes("all-gather", size, num_parts) for size, _ in sizes]
+    rows = [ring_bytes("all-to-all", size, num_parts) for _, size in sizes]
+    return sum(max(0.0, one - other) for one, other in zip(whole, rows))
 
 
 def _reads_narrow(equation: JaxprEqn) -> bool:
