@@ -183,13 +183,19 @@ def test_families_are_laid_out_as_by_their_paths_and_what_their_blocks_add_first
     assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
 
 
-# The tied table of GPT-2 is gathered once for both ends, and has two gradients.
+# The tied table of GPT-2 is gathered once for both ends, and has two gradients; that of T5 has three. A table
+# of 16,402 rows does not divide over `tensor`, so it is stored over both axes.
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [("LLaMA", {"fsdp": 2, "tensor": 4}), ("GPT-2", {"data": 2, "fsdp": 4})],
+    ("name", "axes", "vocabulary"),
+    [
+        ("LLaMA", {"fsdp": 2, "tensor": 4}, 256),
+        ("GPT-2", {"data": 2, "fsdp": 4}, 256),
+        ("GPT-2", {"fsdp": 2, "tensor": 4}, 16402),
+        ("T5", {"fsdp": 2, "tensor": 4}, 256),
+    ],
 )
-def test_what_is_gathered_over_fsdp_is_predicted(name, axes):
-    sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=256)
+def test_what_is_gathered_over_fsdp_is_predicted(name, axes, vocabulary):
+    sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=vocabulary)
     case, mesh = workloads.family_case(name, sizes, stacked=True), rx.make_mesh(**axes)
     predicted = rx.explain(abstract(case.make_model), mesh, loss_fn=case.loss_fn, batch=case.batch)
     # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.

@@ -28,7 +28,8 @@ def directory(tmp_path_factory: Any) -> pathlib.Path:
     processes = harness.start_loopback(path, program=program, JAX_ENABLE_X64=0)
     codes, _ = processes.leave(120)
     fewer = r"len\(examples\) is 29 on process 0 .*, but 28 on process 1 "
-    assert (path / "0.json").exists() and codes[1] == 1, processes.text()
+    assert (path / "0.json").exists(), processes.text()
+    assert codes[1] == 1, processes.text()
     assert re.search(fewer, processes.text(1)), processes.text()
     return path
 

@@ -13,6 +13,7 @@ from redco_eqx._base.jaxprs import Operand, num_bytes, shape_of, used
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
     ADDING,
+    ENDS,
     Body,
     Dim,
     Event,
@@ -79,6 +80,9 @@ class Walk:
             around = self.equation, self.block, self.bodies
             self.block, self.bodies = block_of(equation) or self.block, []
             results = self.results(equation, operands)
+            if self.block in ENDS:  # which take a table split over its rows, or whole
+                for table in (x for x in operands if x.weights):
+                    self.event("whole", table.dims[1:], table)
             if self.block in ADDING and equation.primitive.name in LATER:
                 self._sum_later(operands, results)
             own = self.events[num_events:]

@@ -48,7 +48,7 @@ _keep_gathered = only_real(jax.checkpoint_policies.save_only_these_names(KEPT))
 _keep_nothing = jax.checkpoint_policies.nothing_saveable
 
 
-def over_fsdp(sharding: NamedSharding) -> NamedSharding:
+def over_fsdp_alone(sharding: NamedSharding) -> NamedSharding:
     """The layout of an array that is gathered over `tensor` if it is stored over both axes."""
     entries = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
@@ -63,7 +63,7 @@ def gather_for_use(
     be summed whole. `to` is the layout to gather to, if it is not that of an array in use.
     """
     whole = to or NamedSharding(sharding.mesh, for_use(sharding.spec))
-    summed = over_fsdp(sharding)
+    summed = over_fsdp_alone(sharding)
 
     @jax.custom_vjp
     def gathered(x: Array) -> Array:
@@ -161,7 +161,7 @@ class _Walk:
             (sharding,) = layout_of([atom])
             if isinstance(atom, Literal) or sharding is None or not is_split(sharding):
                 return atom
-            to = over_fsdp(sharding) if halfway else None
+            to = over_fsdp_alone(sharding) if halfway else None
             if to == sharding:
                 return atom
             if (atom, halfway) not in gathered:
@@ -277,7 +277,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
         is_cast = len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
         if sharding is None or invars[i] in inside.outvars or not is_cast:
             continue
-        split = _join(specs[i], over_fsdp(sharding).spec, type_of(equation.invars[i]).ndim)
+        split = _join(specs[i], over_fsdp_alone(sharding).spec, type_of(equation.invars[i]).ndim)
         if split is None:
             continue
         (use,) = uses
