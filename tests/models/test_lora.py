@@ -138,7 +138,6 @@ def rename(old, new):
 def test_files_that_do_not_fit_are_refused(tmp_path):
     saved(tmp_path / "whole")
     for i, (change, message) in enumerate([
-        (edit(use_dora=True), "use_dora=True is not supported"),
         (edit(bias="all"), "bias='all' is not supported, only 'none'.*merge_and_unload"),
         (edit(init_lora_weights="loftq"), "init_lora_weights='loftq' is not supported, only True or"),
         (edit(use_rslora="yes"), "use_rslora='yes' is not supported, only True"),

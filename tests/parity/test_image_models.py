@@ -31,6 +31,18 @@ def assert_near(found: Any, expected: Any) -> None:
     assert np.abs(np.asarray(found) - expected).max() <= TOLERANCE * expected.std()
 
 
+def assert_same(there, loss, expected, model, loss_fn):
+    """The outputs, the loss and its gradient."""
+    there.zero_grad()
+    loss.backward()
+    (value, found), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
+    for x, y in zip(found, expected, strict=True):
+        assert_near(x, y.detach())
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    # A norm follows some biases and takes away what they add: there are gradients that are but rounding.
+    assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "height", "remat"), [("sd1", 8, "none"), ("sd2", 8, "full"), ("other", 7, "none")]
 )
@@ -40,32 +52,24 @@ def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat,
     sample, times, texts = np.float32(sample), np.asarray([3, 901], np.int32), np.float32(texts)
     noise = np.random.default_rng(2).normal(size=sample.shape).astype(np.float32)
     there = reference(name)
-    there.zero_grad()
     expected = there(*map(torch.tensor, (sample, times, texts))).sample
     assert expected.std() > 0.3
     loss = torch.nn.functional.mse_loss(expected, torch.tensor(noise))
-    loss.backward()
 
     def loss_fn(model):
         found = model(*map(jnp.asarray, (sample, times, texts)))
-        return jnp.mean(jnp.square(found - noise)), found
+        return jnp.mean(jnp.square(found - noise)), (found,)
 
-    model = load_pretrained(directory(name), remat=remat)
-    (value, found), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
-    assert_near(found, expected.detach())
-    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
-    # A norm follows some biases and takes away what they add: there are gradients that are but rounding.
-    assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
+    assert_same(there, loss, (expected,), load_pretrained(directory(name), remat=remat), loss_fn)
 
 
 @pytest.mark.parametrize("name", ["vae", "vae_bare"])
 def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, directory, reference):
     there, pixels = reference(name), images()
-    there.zero_grad()
     latents = there.encode(torch.tensor(pixels)).latent_dist
     decoded = there.decode(latents.mean + 0.5 * latents.std).sample
     loss = torch.mean((decoded - torch.tensor(pixels)) ** 2) + 1e-2 * latents.kl().mean()
-    loss.backward()
+    expected = latents.mean, latents.logvar, decoded
 
     def loss_fn(model):
         mean, log_variance = model.encode(jnp.asarray(pixels))
@@ -74,13 +78,7 @@ def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffuser
         loss = jnp.mean(jnp.square(decoded - pixels)) + 1e-2 * jnp.mean(kl)
         return loss, (mean, log_variance, decoded)
 
-    model = load_pretrained(directory(name))
-    (found, outputs), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
-    for x, expected in zip(outputs, (latents.mean, latents.logvar, decoded)):
-        assert_near(x, expected.detach().numpy())
-    np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
-    # A norm follows some biases and takes away what they add: there are gradients that are but rounding.
-    assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
+    assert_same(there, loss, expected, load_pretrained(directory(name)), loss_fn)
 
 
 def test_the_variance_is_cut_as_in_diffusers(directory, tmp_path):
