@@ -290,6 +290,11 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
         with pytest.raises(ValueError, match=message):
             counted(state, directory, examples, prefetch=None)
         assert not state.params["bias"].is_deleted()
+    for length, number in (({"num_steps": 7}, 8), ({"num_epochs": 1}, 2)):
+        with pytest.raises(
+            ValueError, match=rf"{next(iter(length))}=\d, but the run in .* already has {number} "
+        ):
+            counted(begin, tmp_path, **length)
     assert_same(begin, linear_state())  # nothing was taken over
     assert tiny.steps_in(tmp_path)[-1] == 8
 
@@ -447,8 +452,8 @@ def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) ->
         counted(None, tmp_path, collate_fn=Collate(6, tiny.fail))
     assert_counted(caught.value.state, 5)  # pyright: ignore[reportAttributeAccessIssue]
     assert any(f"saved as {tmp_path / '5'}" in note for note in caught.value.__notes__)
-    for num_steps in (12, 7):  # it is over already
-        assert_counted(counted(None, tmp_path, num_steps=num_steps), 12)
+    for _ in range(2):  # the second time, the run is over already
+        assert_counted(counted(None, tmp_path, num_steps=12), 12)
 
 
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:

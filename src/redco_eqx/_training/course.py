@@ -2,6 +2,7 @@
 after a step that is not finite or a signal. The state survives either end."""
 
 import dataclasses
+import pathlib
 import signal
 import sys
 import threading
@@ -48,6 +49,19 @@ class Plan:
                 "be given."
             )
         check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
+
+    def check_length(self, run: RunRecord, path: pathlib.Path) -> None:
+        """Raise `ValueError` if the run of the checkpoint at `path` is already longer than this plan."""
+        done, wanted = run.num_steps, self.num_steps
+        if self.num_epochs is not None:
+            done, wanted = run.epoch + (run.batch > 0), self.num_epochs
+        if wanted is not None and done > wanted:
+            name = "num_steps" if self.num_epochs is None else "num_epochs"
+            raise ValueError(
+                f"fit: {name}={wanted}, but the run in {path.parent} already has {done} (its newest checkpoint "
+                f"is {path.name}). Pass {name}={done} or more. To read an earlier state, use restore(step=). "
+                "To begin a new run, pass another directory."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

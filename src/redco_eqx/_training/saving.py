@@ -17,7 +17,7 @@ from redco_eqx._checkpoint.restore import first_good, read, select
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
-from redco_eqx._training.course import TrainingInterrupted
+from redco_eqx._training.course import Plan, TrainingInterrupted
 from redco_eqx._training.identity import compare_states, programs_of, what_differs
 
 
@@ -51,7 +51,7 @@ class Saver:
                     f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
                 )
 
-    def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
+    def resume(self, state: TrainState, run: RunRecord, plan: Plan) -> tuple[TrainState, RunRecord]:
         """Return the newest state of the run that began with `state`, in the same layout, and the record of
         the run at that state.
 
@@ -59,8 +59,8 @@ class Saver:
         `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
         together.
 
-        **Raises:** `ValueError` if the checkpoints are of a different model or run, or if the examples have
-        changed; `CheckpointError` if all checkpoints are damaged.
+        **Raises:** `ValueError` if the checkpoints are of a different model or run, if the run is longer than
+        the plan, or if the examples have changed; `CheckpointError` if all checkpoints are damaged.
         """
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
@@ -79,6 +79,7 @@ class Saver:
             chosen, before = select(info, like), info.run
             assert before is not None
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
+            plan.check_length(before, info.path)
             jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info, before
 
