@@ -132,7 +132,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
 
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
     of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several
-    of them the same, and each scatters with every compiler. Where a compiler keeps whole gradients,
+    of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps whole gradients,
     `train_step` gathers arrays only once that are used outside of loops.
     """
     uses = defaultdict[int, list[tuple[str, Value, int]]](list)
@@ -159,7 +159,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         if set(blocks).issubset(ENDS):
             num_lookups = blocks.count(ENDS[0])
             others = num_lookups + (len(blocks) > num_lookups) - 1
-            num_gathers, num_scatters = 1, (1 - others if compiler.merges else 1 + others) * is_trained
+            num_gathers, num_scatters = 1, (1 if compiler.merges else 1 + others) * is_trained
         if num_parts == analysis.costs.num_shards and analysis.costs.tensor == 1:
             total -= _kept_apart(analysis, leaf, num_parts, compiler)
         gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
