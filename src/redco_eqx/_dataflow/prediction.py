@@ -132,8 +132,8 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
 
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
     of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several
-    of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps whole gradients,
-    `train_step` gathers arrays only once that are used outside of loops.
+    of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps
+    whole gradients, `train_step` gathers arrays only once that are used outside of loops.
     """
     uses = defaultdict[int, list[tuple[str, Value, int]]](list)
     in_loops, read_wide = set[int](), set[int]()
