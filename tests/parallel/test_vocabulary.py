@@ -28,7 +28,8 @@ TOKENS = RNG.integers(0, ROWS, (BATCH, LENGTH)).astype(np.int32)
 
 def on(name: str, table: Any, *rows: Any) -> Any:
     mesh = mesh_of(name)
-    cut = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+    is_even = len(table) % mesh.shape["tensor"] == 0
+    cut = NamedSharding(mesh, PartitionSpec("tensor" if is_even else None, "fsdp"))
     return (jax.device_put(table, cut), *(jax.device_put(x, rx.batch_sharding(mesh)) for x in rows))
 
 
@@ -67,14 +68,20 @@ def by_hand(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks", "parallel"),
-    [("one", 2, False), ("fsdp8", 1, False), ("2x2x2", 2, False), ("2x2x2", 1, True)],
+    ("name", "num_chunks", "parallel", "num_rows"),
+    [
+        ("one", 2, False, ROWS),
+        ("fsdp8", 1, False, ROWS),
+        ("2x2x2", 2, False, ROWS),
+        ("2x2x2", 1, True, ROWS),
+        ("data2xtensor4", 2, True, ROWS - 2),  # a table that does not divide over `tensor` is whole
+    ],
 )
 def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are_nan(
-    name: str, num_chunks: int, parallel: bool
+    name: str, num_chunks: int, parallel: bool, num_rows: int
 ) -> None:
     """The logits of a finite hidden state overflow too."""
-    hidden, labels = HIDDEN.copy(), TOKENS.copy()
+    hidden, labels, whole = HIDDEN.copy(), TOKENS % num_rows, TABLE[:num_rows]
     weights = np.random.default_rng(1).uniform(0.5, 2, labels.shape).astype(np.float32)
     hidden[0, 0, 3], hidden[1, 1], hidden[2, 2, 0], hidden[3, 3] = np.nan, np.inf, -np.inf, 3e38
     labels[0, 0], labels[4, 4], labels[5, 5] = -100, ROWS, -7
@@ -87,16 +94,16 @@ def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are
         )
         return mean.total, mean.weight
 
-    table, *rows = on(name, TABLE, hidden, labels, weights)
+    table, *rows = on(name, whole, hidden, labels, weights)
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True))
     (total, weight), found = gradient(rows[0], table, *rows[1:])
-    expected_total, expected = by_hand(hidden, TABLE, labels, weights)
+    expected_total, expected = by_hand(hidden, whole, labels, weights)
     np.testing.assert_allclose(total, expected_total, rtol=1e-5)
     np.testing.assert_allclose(weight, np.sum(weights * (labels != -100)), rtol=1e-5)
     for one, other in zip(found[:2], expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     # By its weight the loss still depends on a token of weight 0 that is right.
-    alone = by_hand(HIDDEN[6, 6][None], TABLE, labels[6, 6][None], np.ones(1))[0]
+    alone = by_hand(HIDDEN[6, 6][None], whole, labels[6, 6][None], np.ones(1))[0]
     np.testing.assert_allclose(found[2][6, 6], alone, rtol=1e-5)
     assert np.isfinite(found[2]).all()
 

@@ -163,6 +163,7 @@ def cross_entropy(
         return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     axis = "tensor" if any(map(axes_of, split.specs)) else None
     axes = (*rows, axis) if axis else rows
+    sequence_parallel = sequence_parallel and axis is not None  # a whole head takes whole sequences
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
 
     def body(hidden: Array, labels: Array, weights: Array, arrays: list[Array]) -> tuple[Array, Array]:

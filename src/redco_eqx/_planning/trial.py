@@ -98,12 +98,14 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
             failure = f"does not compile: {message.strip().splitlines()[0][:200]}"
     fits = found is not None and peak is not None and peak <= capacity
     needed = "more than a device has" if peak is None else f"{gib(peak)} GiB"
+    is_refused = found is None and peak is not None and peak <= capacity
+    limit = "more than the compiler allows" if is_refused else f"but {gib(capacity)} GiB are available"
     return dataclasses.replace(
         trial,
         memory=dataclasses.replace(trial.memory, peak=peak),
         communication=found,
         fits=fits,
-        verdict=failure or ("fits" if fits else f"needs {needed}, but {gib(capacity)} GiB are available"),
+        verdict=failure or ("fits" if fits else f"needs {needed}, {limit}"),
     )
 
 
