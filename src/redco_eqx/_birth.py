@@ -289,7 +289,8 @@ def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJ
 
 
 def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: Any) -> PyTree:
-    """`shard_rules` for a model, or for the pair of a model and its state. Every device has the state whole."""
+    """`shard_rules` for a model, or for the pair of a model and its state. Every device holds the whole
+    state."""
     if not is_pair(abstract):
         return shard_rules(abstract, mesh, overrides=overrides, **decided_by)
     model, model_state = abstract

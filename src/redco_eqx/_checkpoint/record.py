@@ -99,7 +99,7 @@ _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the complete checkpoints of a directory, by ascending step. Read no arrays.
+    """List the complete checkpoints of a directory, in ascending order of step. No arrays are read.
 
     Leave out, with a warning, a checkpoint with a damaged record, or with a record that this version cannot
     read.

@@ -33,7 +33,7 @@ class Epochs:
 
     - `batch_size`: the number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
-    - `examples_of`: a function from the number of an epoch to its examples (`None` for a stream).
+    - `examples_of`: a function from the epoch number to its examples (`None` for a stream).
     - `order`: the name of the method that makes an order from a key, for the record of a run; `None` if the
         examples keep their order.
     - `positions`: the position at which a stream begins, also for the record; `None` for a sequence.
@@ -48,7 +48,7 @@ class Epochs:
         mesh: Mesh,
         remainder: str = "drop",
     ):
-        """**Arguments:** as for `batches`; examples may also be a function from the number of the epoch.
+        """**Arguments:** as for `batches`; examples may also be a function of the epoch number.
 
         Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
         """
@@ -327,7 +327,7 @@ def batches(
     - `batch_size`: number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
     - `key`: shuffles the examples. `None` keeps their order. A stream always keeps its order.
-    - `epoch`: the number of the epoch; each one has a different order.
+    - `epoch`: the epoch number; each epoch has a different order.
     - `start`: the index of the first batch to yield. `batches(start=k)` continues an epoch after its first `k`
         batches.
     - `positions`: the positions of the shards of a stream at `start`, as in `place`. Without them, the stream

@@ -29,7 +29,7 @@ class Data:
     ```
 
     - `examples`: anything with `len(examples)` and `examples[int]`. For training, it can also be a function
-        from the number of an epoch to such an object.
+        from the epoch number to such an object.
     - `shuffle`: true if training reads the examples in a different order in each epoch. Shuffling takes no
         memory and microseconds per example, for any number of examples.
     - `prefetch`: the number of batches to make and place ahead, in the background. With 0, there is no
@@ -85,7 +85,7 @@ class Stream:
     objects only by type and size.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
-        `DataLoader(batch_size=None)`), or a function from the number of the epoch to such an iterable.
+        `DataLoader(batch_size=None)`), or a function from the epoch number to such an iterable.
     - `sharded`: the part that each process reads, if there are several. With `False`, each reads the whole
         stream, which must be the same on all, and keeps the rows that its devices need. With `True`, each reads
         one shard, the result of `examples(epoch, shard, num_shards)`. Processes whose devices need the same
@@ -110,7 +110,7 @@ class Stream:
         if not self.is_function and not hasattr(self.examples, "__iter__"):
             raise TypeError(
                 f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable, or a function "
-                "from the number of an epoch to one."
+                "from the epoch number to one."
             )
         if self.sharded and not self.is_function:
             raise ValueError(
@@ -130,7 +130,7 @@ class Stream:
 
 
 class Position(NamedTuple):
-    """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
+    """The position in one shard of a stream, within an epoch. Plain numbers and text, for a checkpoint.
 
     - `shard`, `num_shards`: the part of the stream; 0 of 1 is the whole.
     - `num_items`: the number of items (examples or batches) that have been read.

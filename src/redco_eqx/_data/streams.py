@@ -241,7 +241,8 @@ def read_batches(
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Add the numbers and text in an example to a checksum `begin`, and return it: a number from 0 to 2**30.
+    """Add the numbers and text in an example to the initial checksum `begin`, and return the result: a number
+    from 0 to 2**30.
 
     Other objects count only by type and size, because processing their content may cost more than reading them.
     """

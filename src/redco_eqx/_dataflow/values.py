@@ -36,7 +36,7 @@ def block_of(equation: JaxprEqn) -> str:
 
 
 def short_line(equation: JaxprEqn) -> str:
-    """The user's line of an operation as `file.py:12`, without the directory."""
+    """The line of user code that an operation comes from, as `file.py:12`, without the directory."""
     place = source_line(equation).partition(" (")[0]
     return place.replace("\\", "/").rpartition("/")[2]
 

@@ -239,7 +239,7 @@ class Costs:
         return self.held(leaf, None) - self.held(leaf, dim)
 
     def local_bytes(self, value: Value, times: int = 1) -> float:
-        """Bytes of an array on one device if `tensor` does not split it, `times` over."""
+        """Bytes of an array on one device if `tensor` does not split it, multiplied by `times`."""
         return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
 
     def gathered(self, num_bytes: float) -> float:

@@ -102,8 +102,7 @@ def cross_entropy(
     num_chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Mean:
-    """Compute the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, and apply the
-    head.
+    """Apply the head, and compute the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32.
 
     Over `tensor`, the logits stay split over the vocabulary. The forward pass reduces three numbers for each
     token. The backward pass has one all-reduce of the size of `hidden`. Neither the batch nor the logits are
@@ -125,7 +124,8 @@ def cross_entropy(
         the gradients of `hidden` and `head`, whatever its label, even if its hidden state or logits are NaN.
     - `ignore_label`: tokens with this label have weight 0.
     - `num_chunks`: the number of parts that the length is divided into. Logits exist for one part at a time,
-        forward and backward, so they take proportionally less memory. In return, the head is applied once more.
+        forward and backward, so they take proportionally less memory. The cost is one more application of the
+        head.
     - `sequence_parallel`: pass true if `hidden` is split over `tensor` along dim 1. `hidden` is gathered here,
         and its gradient is reduced and scattered.
 

@@ -78,7 +78,7 @@ class Context:
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
     - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if `causal` alone decides.
     - `length`: the number of slots filled before these tokens; `None` without a cache.
-    - `implementation`: the implementation of attention, see `attend`.
+    - `implementation`: the implementation of attention; see `attend`.
     - `sequence_parallel`: true if the stream is split over `tensor` along the tokens, see `scan_layers`.
     - `causal`: true if a token sees only the tokens up to itself (a decoder), false if it sees all (an
         encoder).

@@ -171,7 +171,7 @@ class Downsample(eqx.Module):
 
 
 class Upsample(eqx.Module):
-    """Enlarge an image by nearest neighbours, and apply a convolution."""
+    """Enlarge an image by nearest-neighbour interpolation, and apply a convolution."""
 
     conv: Conv
 

@@ -133,7 +133,7 @@ class Scheduler(Entries, abc.ABC):
         """
 
     def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
-        """Return the start of a trajectory; `noise` is normal."""
+        """Return the start of a trajectory; `noise` is normally distributed."""
         return Trajectory(noise)
 
     @abc.abstractmethod

@@ -77,7 +77,7 @@ class LlamaLikeConfig(Config):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on the embeddings of tokens."""
+        """The scale factor for token embeddings."""
         return 1.0
 
     def frequencies(self, context: Context) -> np.ndarray | Float[Array, " pairs"]:

@@ -72,7 +72,7 @@ def load_pretrained(
     - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the model on the batch that
         its method `example` returns. Without it, the model is on the default device.
     - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of your
-        own. By default, the family of this library that `config.json` names.
+        own. By default, this library's family that `config.json` names.
     - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of the file.
     - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for `jax.lax.scan`), so
         that compile time does not grow with depth; false for a list of layers.
