@@ -127,6 +127,24 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
     assert "pad is float32[4,5], but was float32[4,3] in the first batch" in message
 
 
+def test_other_metrics_for_another_shape_begin_a_row() -> None:
+    """Each step is in exactly one row."""
+    lengths = iter([3, 3, 4, 4, 4, 3])
+
+    def ragged(examples: Any) -> Any:
+        length = next(lengths)
+        return {"pad": np.zeros((len(examples), length), np.float32), **tiny.collate(examples)}
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return tiny.scalar_loss(model, batch, key), {f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)}
+
+    options: Any = {"collate_fn": ragged, "loss_fn": loss_fn, "optimizer": tiny.COUNTING, "num_steps": 6}
+    with pytest.warns(UserWarning, match="collate_fn: pad"):
+        _, history = tiny.fit_with_history(examples=rx.Data(EXAMPLES, prefetch=0), **options)
+    rows = [(row["step"], [name for name in row if "by_" in name]) for row in history.rows]
+    assert rows == [(2, ["train/by_3"]), (5, ["train/by_4"]), (6, ["train/by_3"])]
+
+
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     get, step, value = jax.device_get, Training._step, ArrayImpl.__dict__["_value"]

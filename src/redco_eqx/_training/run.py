@@ -213,8 +213,12 @@ class Training:
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
             self._program, self.reporter.peak_seconds = program, program.peak_seconds
-            if self._window is None or first_change(self._window, program.window):  # of another program
-                self._window, self._num_in_window = program.window, 0
+            before = self._window
+            if before is None:
+                self._window = program.window
+            elif first_change(before, program.window):  # other metrics: those so far get a row
+                self._log(place, None)
+                self._window, self._num_in_window = dataclasses.replace(program.window, ok=before.ok), 0
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
