@@ -174,10 +174,10 @@ class _Walk:
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
             taken = self.take(equation, inputs) if any(inputs) else _Taken(equation)
-            operands = list(map(whole, equation.invars))
-            for i in taken.operands:
-                atom = equation.invars[i]
-                operands[i] = whole(atom, halfway=True) if taken.halfway else atom
+            operands = [
+                atom if is_taken and not taken.halfway else whole(atom, halfway=is_taken)
+                for atom, is_taken in ((a, i in taken.operands) for i, a in enumerate(equation.invars))
+            ]
             is_same = all(new is old for new, old in zip(operands, equation.invars))
             equations.append(taken.equation if is_same else taken.equation.replace(invars=operands))
             pending |= {var: s for var, s in zip(equation.outvars, taken.outputs) if s is not None}
