@@ -22,6 +22,8 @@ import pytest
 from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit
 
 import redco_eqx as rx
+from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._training.course import Due, Plan, due
 
 
 def interrupt() -> None:
@@ -50,6 +52,14 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
     assert (type(copy), str(copy), copy.signal) == (type(error), str(error), signal.SIGINT)
     assert_same(copy.state, expected)
     assert_same(fit(error.state, num_steps=3), tiny.state_after(3, expected))  # and it can be used
+
+
+def test_a_signal_saves_and_does_not_evaluate() -> None:
+    """With several processes, an evaluation could not stop either, so it must not begin."""
+    run = RunRecord(begin=0, num_steps=6, epoch=0, batch=6, batch_size=4, num_examples=40)
+    plan = Plan(num_steps=9, evaluate=6, save=6)
+    assert due(plan, run) == Due(log=True, evaluate=True, save=True, finish=False)
+    assert due(plan, run, stop=True) == Due(log=False, evaluate=False, save=True, finish=True)
 
 
 def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
