@@ -68,12 +68,18 @@ class EncoderDecoder(Decoder):
         project = functools.partial(column, unit=size, sequence_parallel=self.sequence_parallel)
         if mesh is not None and axis_size(mesh, "fsdp") > 1:  # gathered weights are not kept
             project = eqx.filter_checkpoint(project, policy=keep_products_and_row_out)
-        if mesh is not None and tensor_size(mesh) == 1 and not isinstance(layers, list):
-            # With no sum over `tensor`, gather the weights of one layer after another.
+        if not isinstance(layers, list) and tensor_size(mesh) == 1:
             arrays, static = eqx.partition(self.cross_projections(layers), eqx.is_array)
-            _, outputs = jax.lax.scan(
-                lambda _, own: (_, project(hidden, *eqx.combine(own, static))), None, arrays
-            )
+
+            def of_layer(own: Any) -> Any:
+                return project(hidden, *eqx.combine(own, static))
+
+            if mesh is None:
+                # One product for all layers, whose gradient is one sum, as `tensor` needs it.
+                outputs = jax.vmap(of_layer)(arrays)
+            else:
+                # With no sum over `tensor`, gather the weights of one layer after another.
+                _, outputs = jax.lax.scan(lambda _, own: (_, of_layer(own)), None, arrays)
         else:
             if isinstance(layers, list):
                 projections = [self.cross_projections(layer) for layer in layers]
