@@ -153,7 +153,7 @@ def cond(walk: Walk, operands: list[Value]) -> Results:
     branches, platforms = walk.params["branches"], walk.params.get("branches_platforms")
     if platforms:
         branches = [x for x, names in zip(branches, platforms) if names is None] or branches[:1]
-    if EXPERTS in str(walk.equation.source_info.name_stack):
+    if walk.block == EXPERTS:
         for weight in (x for x in operands if x.weights):
             pin(weight.dims[0], "the experts, each of which is split inside")
     first, *others = (walk.run(body(branch), operands[1:]) for branch in branches)

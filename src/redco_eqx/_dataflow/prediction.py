@@ -157,30 +157,32 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
-            num_lookups = blocks.count(ENDS[0])
-            others = num_lookups + (len(blocks) > num_lookups) - 1
-            num_gathers, num_scatters = 1, (1 if compiler.merges else 1 + others) * is_trained
+            lookup, head = ENDS  # each lookup has a gradient; the head has one, though it is used twice
+            num_gradients = blocks.count(lookup) + (head in blocks)
+            num_gathers, num_scatters = 1, (1 if compiler.merges else num_gradients) * is_trained
         if num_parts == analysis.costs.num_shards and analysis.costs.tensor == 1:
-            total -= _kept_apart(analysis, leaf, num_parts, compiler)
+            total -= _saved_by_lookups(analysis, leaf, num_parts, compiler)
         gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
         total += gathered * ring_bytes("all-gather", size, num_parts)
         total -= num_scatters * ring_bytes("reduce-scatter", size / num_summed, num_summed)
     return total
 
 
-def _kept_apart(analysis: Analysis, leaf: int, num_parts: int, compiler: Compiler) -> float:
-    """Bytes that lookups outside the blocks save: where the table is stored split, each device takes the rows
-    that belong to its part, instead of summing the gradient of the table."""
+def _saved_by_lookups(analysis: Analysis, leaf: int, num_parts: int, compiler: Compiler) -> float:
+    """Bytes that lookups outside the blocks save if the table is stored split: each device takes the rows that
+    belong to its part, instead of summing the gradient of the whole table."""
     gradient = analysis.walk.gradients[leaf]
     sums = () if gradient is None else gradient.sums
-    found = [e for e in sums if e.equation.primitive.name.startswith("scatter") and e.block not in ENDS]
     if compiler.merges and len(sums) > 1:  # the gradients of all uses are added first
         return 0.0
-    summed = 1 if compiler.merges else 2  # one half is saved already where gradients are scattered
-    sizes = [(x.num_bytes, sum(row.num_bytes for row in x.arrays) / num_parts) for x in found]
-    whole = [summed * ring_bytes("all-gather", size, num_parts) for size, _ in sizes]
-    rows = [ring_bytes("all-to-all", size, num_parts) for _, size in sizes]
-    return sum(max(0.0, one - other) for one, other in zip(whole, rows))
+    kind = "all-gather" if compiler.merges else "all-reduce"  # scattering has saved one half already
+    saved = 0.0
+    for event in sums:
+        if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
+            (rows,) = event.arrays
+            sent = ring_bytes("all-to-all", rows.num_bytes / num_parts, num_parts)
+            saved += max(0.0, ring_bytes(kind, event.num_bytes, num_parts) - sent)
+    return saved
 
 
 def _reads_narrow(equation: JaxprEqn) -> bool:

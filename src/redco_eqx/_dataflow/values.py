@@ -16,11 +16,11 @@ from redco_eqx._base.jaxprs import source_line
 # The place in the user's code that an operation comes from.
 
 
-ADDING = ("redco_eqx.column", "redco_eqx.row")
-"""The scopes of the building blocks that add results up before they sum over devices."""
-
 EXPERTS = "redco_eqx.row.experts"
 """The scope of the block that mixes experts. It splits each of them inside."""
+
+ADDING = (EXPERTS, "redco_eqx.column", "redco_eqx.row")
+"""The scopes of the building blocks that add results up before they sum over devices."""
 
 ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
 """The scopes of the blocks that gather stored shards once, and give each device its part of the gradient."""

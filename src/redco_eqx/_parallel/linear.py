@@ -97,6 +97,11 @@ class SplitLayer:
     bias: Array | None = None
 
 
+def marked(x: Array) -> Array:
+    """Mark `x` in a traced program by a copy, which compiles to nothing, in the current scope."""
+    return jnp.copy(x) if isinstance(x, Tracer) else x
+
+
 def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
     """Cut a layer over its outputs (column) or inputs (row). Return `None` if it cannot be cut.
 
@@ -197,8 +202,8 @@ def column(
     """
     mesh = traced_mesh(layers, x)
     if mesh is None or tensor_size(mesh) == 1:
-        # A copy, which compiles to nothing, shows analyses without a mesh that the gradients are added up here.
-        x = jnp.copy(x) if len(layers) > 1 and isinstance(x, Tracer) else x
+        # The mark shows analyses without a mesh that the gradients of siblings are added up here.
+        x = marked(x) if len(layers) > 1 else x
         return tuple(apply(layer, x) for layer in layers)
     if sequence_parallel:
         check_sequence("column", x, mesh)

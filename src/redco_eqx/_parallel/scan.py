@@ -6,13 +6,13 @@ from typing import TypeAlias, TypeVar, get_args
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from redco_eqx._base.tree import describe, is_array, leaves_with_paths
-from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, tensor_size, traced_mesh
+from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, marked, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
 
 # Policies of `jax.checkpoint`: they decide which values a backward pass keeps, and which it computes again.
@@ -157,19 +157,14 @@ def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_paral
     if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
         return x
     if mesh is None:
-        return _marked(x)
+        with jax.named_scope("redco_eqx.stream"):
+            return marked(x)
     first = batch_axes(mesh, x.shape[0]) if is_batched else None
     spec = PartitionSpec(first)
     if sequence_parallel and tensor_size(mesh) > 1:
         check_sequence("scan_layers", x, mesh)
         spec = PartitionSpec(first, "tensor")
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-@jax.named_scope("redco_eqx.stream")
-def _marked(x: Array) -> Array:
-    """Mark `x` in the traced program for analyses that choose a layout before there is a mesh."""
-    return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:

@@ -165,7 +165,7 @@ class _Walk:
             if to == sharding:
                 return atom
             if (atom, halfway) not in gathered:
-                keep = self.keep and not halfway
+                keep = self.keep and not halfway  # the operation gathers the rest itself, and keeps that
                 inner = _traced(lambda x: gather_for_use(x, sharding, to, keep=keep), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom, halfway] = inner.outvars[0]

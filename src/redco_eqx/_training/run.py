@@ -213,12 +213,11 @@ class Training:
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
             self._program, self.reporter.peak_seconds = program, program.peak_seconds
-            before = self._window
-            if before is None:
-                self._window = program.window
-            elif first_change(before, program.window):  # other metrics: those so far get a row
+            has_others = self._window is not None and first_change(self._window, program.window) is not None
+            if has_others:  # other metrics than before: those so far get a row
                 self._log(place, None)
-                self._window, self._num_in_window = dataclasses.replace(program.window, ok=before.ok), 0
+            if has_others or self._window is None:
+                self._begin_window()
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
@@ -311,12 +310,17 @@ class Training:
 
             when = f"This happened at step {self.run.step}"
             last.compared = compare_copies(self.state.params, when, last.waited)
-        program = self._program
-        self._window = program and dataclasses.replace(program.window, ok=self._window.ok)
-        self._num_in_window = 0
+        self._begin_window()
         if hook is not None:
             self._catch_up()
             self._call(hook, self.reporter.metrics)
+
+    def _begin_window(self) -> None:
+        """Begin an empty window of the current program. If a step was not finite, it still counts."""
+        window = self._program and self._program.window
+        if window is not None and self._window is not None:
+            window = dataclasses.replace(window, ok=self._window.ok)
+        self._window, self._num_in_window = window, 0
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
         """Evaluate the state, which must be finite. Log the results, and add them to the record of the run.
