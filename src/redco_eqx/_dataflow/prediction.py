@@ -157,8 +157,8 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
-            lookup, head = ENDS  # each lookup has a gradient; the head has one, though it is used twice
-            num_gradients = blocks.count(lookup) + (head in blocks)
+            # Each lookup has a gradient. The head has one, although it is used forward and backward.
+            num_gradients = blocks.count(ENDS[0]) + (ENDS[1] in blocks)
             num_gathers, num_scatters = 1, (1 if compiler.merges else num_gradients) * is_trained
         if num_parts == analysis.costs.num_shards and analysis.costs.tensor == 1:
             total -= _saved_by_lookups(analysis, leaf, num_parts, compiler)
@@ -179,8 +179,7 @@ def _saved_by_lookups(analysis: Analysis, leaf: int, num_parts: int, compiler: C
     saved = 0.0
     for event in sums:
         if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
-            (rows,) = event.arrays
-            sent = ring_bytes("all-to-all", rows.num_bytes / num_parts, num_parts)
+            sent = ring_bytes("all-to-all", event.arrays[0].num_bytes / num_parts, num_parts)
             saved += max(0.0, ring_bytes(kind, event.num_bytes, num_parts) - sent)
     return saved
 

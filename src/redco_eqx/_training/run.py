@@ -1,5 +1,4 @@
-"""A run of `fit` in progress: its steps, the actions after each step, and the metrics that are not logged
-yet."""
+"""A run of `fit` in progress: its loop, the actions after each step, metrics that are not logged yet."""
 
 import contextlib
 import dataclasses
@@ -213,10 +212,8 @@ class Training:
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
             self._program, self.reporter.peak_seconds = program, program.peak_seconds
-            has_others = self._window is not None and first_change(self._window, program.window) is not None
-            if has_others:  # other metrics than before: those so far get a row
-                self._log(place, None)
-            if has_others or self._window is None:
+            if self._window is None or first_change(self._window, program.window):
+                self._log(place, None)  # the next metrics are others, so those until now get a row
                 self._begin_window()
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
