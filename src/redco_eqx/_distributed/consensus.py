@@ -1,5 +1,4 @@
-"""Agreement between the processes of a run: facts that only one process knows, facts that must be the same on
-all, and failures that only some have seen.
+"""Agreement between processes: facts that one knows, that all must share, and failures that some saw.
 
 Facts that must be the same are compared through the key-value store of JAX's service. If they differed, the
 processes would wait for each other in a collective, or compute wrong results. Each process keeps a sequence of

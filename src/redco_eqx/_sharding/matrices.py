@@ -1,7 +1,7 @@
-"""The model as the path rules see it: a tree of named nodes, with its matrices, tables and chains.
+"""The model as the path rules see it: named nodes, and the dims that a split cuts in a matrix and its bias.
 
-This file decides nothing. A matrix is anything that acts like a Linear: a module with a 2-D `weight` or
-`kernel`, a convolution, or one of these with a LoRA branch beside it.
+This file does not decide which matrices are split: `roles.py` does. A matrix is anything that acts like a
+Linear: a module with a 2-D `weight` or `kernel`, a convolution, or one of these with a LoRA branch beside it.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
-"""The course of a run: what is due at a step, the changes that a hook may make, and the early end of a run
-after a step that is not finite or a signal. The state survives either end."""
+"""The course of a run: what is due at a step, how a hook changes it, how a signal or a NaN ends it.
+
+The state survives either end.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""`fit`: the training loop, which handles evaluations, logs and signals around the pure steps."""
+"""`fit`: checks its arguments, and puts the parts of a run together."""
 
 import contextlib
 import dataclasses

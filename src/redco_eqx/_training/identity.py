@@ -1,8 +1,7 @@
-"""The identity of a run: facts about its state, functions and examples, which distinguish it from other runs,
-and reveal a process that does something else.
+"""The identity of a run: facts that distinguish it from other runs, and reveal a process that differs.
 
-The identity is computed once, compared between processes before the first step, stored with every checkpoint,
-and compared again when a run continues.
+The facts are about its state, functions and examples. The identity is computed once, compared between processes
+before the first step, stored with every checkpoint, and compared again when a run continues.
 """
 
 import contextlib

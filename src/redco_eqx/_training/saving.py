@@ -1,4 +1,4 @@
-"""The checkpoints of `fit`: when it saves, which checkpoints it keeps, and where a run continues."""
+"""The checkpoints of `fit`: when it saves, and from which checkpoint a run continues."""
 
 import dataclasses
 import os
