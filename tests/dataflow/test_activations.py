@@ -122,11 +122,7 @@ CASES: dict[str, Any] = {
         next_token,
         RNG.integers(0, 64, (8, 65)).astype(np.int32),
     ),
-    "recurrent": (
-        lstm(16, 32),
-        squares(recurrent),
-        RNG.normal(size=(8, 12, 16)).astype(np.float32),
-    ),
+    "recurrent": (lstm(16, 32), squares(recurrent), RNG.normal(size=(8, 12, 16)).astype(np.float32)),
     "branching": (
         lambda key: {
             "conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key),

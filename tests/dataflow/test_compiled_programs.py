@@ -10,18 +10,7 @@ import numpy as np
 import optax
 import pytest
 import workloads
-from cases import (
-    MESH,
-    PROGRAMS,
-    ROWS,
-    SOLVES_AND_GROUPS,
-    explained,
-    loss_of,
-    lstm,
-    recurrent,
-    sent,
-    specs_of,
-)
+from cases import MESH, PROGRAMS, ROWS, SOLVES_AND_GROUPS, explained, loss_of, lstm, recurrent, sent, specs_of
 from helpers import abstract, decide, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes, family_cases
@@ -139,13 +128,7 @@ OF_INPUTS, OF_CELL = P(None, "tensor"), ("cell.weight_ih", "cell.weight_hh", "ce
 STRANGE = [
     (iterated, linears(a=(32, 32), b=(32, 32), out=(32, 1, False)), (16, 32), None, 0.03),
     (quantised, int8_weights, (32,), {"up": COLUMNS, "up_scale": COLUMNS, "down": OF_INPUTS}, 0.02),
-    (
-        recurrent,
-        lstm(32, 64),
-        (12, 32),
-        {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS},
-        0.02,
-    ),
+    (recurrent, lstm(32, 64), (12, 32), {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS}, 0.02),
 ]
 
 

@@ -93,10 +93,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (entries(n_layer=1), LAYERS.format(1, 2) + r"\. Take both from"),
     (entries(n_layer=3), LAYERS.format(3, 2)),
     (of_arrays(lambda arrays: {TABLE: arrays[TABLE]}), LAYERS.format(2, 0)),
-    (
-        entries(vocab_size=10**12),
-        r"vocab_size=10*, but it must be positive, and less than 2\*\*30",
-    ),
+    (entries(vocab_size=10**12), r"vocab_size=10*, but it must be positive, and less than 2\*\*30"),
     (entries(n_embd=2**29), r"c_attn\.bias \[192\] instead of \[1610612736\]"),
     (
         entries(model_type="vit", num_labels=10**9),
@@ -113,10 +110,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (of_bytes(lambda x: b""), r"model\.safetensors is not a whole safetensors file, 0 bytes"),
     (of_bytes(lambda x: x[:20] + b"\xff" * 20 + x[40:]), r"model\.safetensors is not a whole safetensors file"),
     (in_three(table_in), r"without them: transformer\.wte\.weight \(model-00002-of-00003\.safetensors\)"),
-    (
-        only_index(INDEX_OUTSIDE),
-        r"index\.json puts a into '\.\./b\.safetensors', which is not the name of",
-    ),
+    (only_index(INDEX_OUTSIDE), r"index\.json puts a into '\.\./b\.safetensors', which is not the name of"),
     (only_index("{}"), r"index\.json has no weight_map"),
     # The arrays.
     (

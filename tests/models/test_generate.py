@@ -245,10 +245,7 @@ def test_compiles_once_for_all_prompts_weights_keys_and_penalties():
         assert not compiled
 
 
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [("mistral", {"tensor": 4}), ("t5", {"tensor": 2, "fsdp": 2})],
-)
+@pytest.mark.parametrize(("name", "axes"), [("mistral", {"tensor": 4}), ("t5", {"tensor": 2, "fsdp": 2})])
 def test_predict_on_a_mesh_equals_one_device(name, axes):
     """In float64, in which no tie decides; and 5 examples fill no batch of 4."""
     rows = np.random.default_rng(1).integers(1, VOCABULARY, (5, PROMPT)).astype(np.int32)

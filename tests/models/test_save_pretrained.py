@@ -18,15 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import (
-    INDEX,
-    SINGLE,
-    in_file_form,
-    make_arrays,
-    on_all,
-    shapes_of,
-    write,
-)
+from checkpoint_files import INDEX, SINGLE, in_file_form, make_arrays, on_all, shapes_of, write
 from fit_helpers import assert_identical, assert_same
 from helpers import in_long
 from hosts import harness

@@ -164,10 +164,7 @@ def test_bad_input_is_refused_by_name():
             lambda: blocks.column(placed, there, sequence_parallel=True),
             r"column: sequence_parallel.*\(8, 12, 64\)",
         ),
-        (
-            lambda: blocks.row(placed, there, sequence_parallel=True),
-            r"row: sequence_parallel.*\(8, 12, 64\)",
-        ),
+        (lambda: blocks.row(placed, there, sequence_parallel=True), r"row: sequence_parallel.*\(8, 12, 64\)"),
         (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
         (
             lambda: blocks.cross_entropy(x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3),

@@ -177,13 +177,7 @@ def of_tokens(name: str, make: Any, apply: Any, specs: Any, *, vocab: int = VOCA
 
 
 def of_rows(
-    name: str,
-    make: Any,
-    apply: Any,
-    specs: Any,
-    *,
-    x: tuple[int, ...] = (D,),
-    y: tuple[int, ...] | None = None,
+    name: str, make: Any, apply: Any, specs: Any, *, x: tuple[int, ...] = (D,), y: tuple[int, ...] | None = None
 ) -> Entry:
     """With the mean squared error of `apply(model, row)`, for rows of shape `x` and targets of shape `y`."""
     y = x if y is None else y

@@ -213,11 +213,7 @@ ENTRIES = [
     of_rows("mlp_4", partial(mlp, depth=3), call, split("layers.[02]", "layers.[13]")),
     # The third opens a pair that nothing closes, and its 10 outputs do not divide: whole.
     of_rows(
-        "mlp_3_indivisible",
-        partial(mlp, depth=2, num_out=10),
-        call,
-        split("layers.0", "layers.1"),
-        y=(10,),
+        "mlp_3_indivisible", partial(mlp, depth=2, num_out=10), call, split("layers.0", "layers.1"), y=(10,)
     ),
     # Shape before order.
     of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN),
@@ -254,12 +250,7 @@ ENTRIES = [
     ),
     # Two heads close what one trunk opens: one small all-reduce each.
     of_rows(
-        "friend_actor_critic",
-        actor_critic,
-        apply_actor_critic,
-        split("trunk", "policy value"),
-        x=(8,),
-        y=(5,),
+        "friend_actor_critic", actor_critic, apply_actor_critic, split("trunk", "policy value"), x=(8,), y=(5,)
     ),
     # Tables, integers and masks divide, and are not split.
     of_rows("friend_buffers", buffers, apply_buffers, UP_DOWN),

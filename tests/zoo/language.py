@@ -278,12 +278,7 @@ ENTRIES = [
     # 4 layers: their dim would divide; stacked norms are (layers, D), and no Linear. 4 key/value heads over
     # 4 devices: k and v split like q.
     of_tokens("stacked_llama", STACKED[4], apply_llama, llama_specs(stacked=1)),
-    of_tokens(
-        "stacked_llama_gqa_refused",
-        STACKED[2],
-        apply_llama,
-        llama_specs("*q_proj", stacked=1),
-    ),
+    of_tokens("stacked_llama_gqa_refused", STACKED[2], apply_llama, llama_specs("*q_proj", stacked=1)),
     # 50 words over 4 devices: table and head whole, layers as usual.
     of_tokens("vocab_indivisible", partial(llama, vocab=50), apply_llama, llama_specs(ends=""), vocab=50),
     # One leaf for both; the head's bias follows the vocabulary.
