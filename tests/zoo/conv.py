@@ -6,7 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._entry import SEQ, D, F, named, of_rows, split
+from ._entry import SEQ, D, F, of_rows, split
+from ._layers import named
 
 IMAGE = (D, 4, 4)
 
@@ -33,7 +34,7 @@ def inverted_residual(key: Any) -> Any:
     return convolutions(key, expand=(D, F, 1, 1), depthwise=(F, F, 3, F), project=(F, D, 1, 1))
 
 
-def apply_inverted_residual(model: Any, x: Any) -> Any:
+def apply_inverted(model: Any, x: Any) -> Any:
     h = jax.nn.relu(model["depthwise"](jax.nn.relu(model["expand"](x))))
     return x + model["project"](h)
 
@@ -51,13 +52,7 @@ ENTRIES = [
     # A bias is (out, 1, 1).
     of_rows("conv2d", conv_pair, apply_conv_pair, split("conv1", "conv2"), x=IMAGE),
     # The depthwise weight is (out, 1, 3, 3): it follows the split of the channels that it gets.
-    of_rows(
-        "conv_depthwise",
-        inverted_residual,
-        apply_inverted_residual,
-        split("expand depthwise", "project"),
-        x=IMAGE,
-    ),
+    of_rows("conv_depthwise", inverted_residual, apply_inverted, split("expand depthwise", "project"), x=IMAGE),
     # A split cell would reduce at every time step; the lone head may be split or not.
     of_rows("gru", recurrent, apply_recurrent, {"head.*": ...}, x=(SEQ, 8), y=(D,)),
 ]

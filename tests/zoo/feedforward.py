@@ -9,22 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._entry import (
-    LAYERS,
-    NUM_STACKED,
-    SEQ,
-    D,
-    F,
-    each,
-    mlp,
-    named,
-    norm,
-    of_rows,
-    repeated,
-    split,
-    stack,
-    through,
-)
+from ._entry import LAYERS, NUM_STACKED, SEQ, D, F, of_rows, split
+from ._layers import each, mlp, named, norm, repeated, stack, through
 
 
 def call(model: Any, x: Any) -> Any:
@@ -126,7 +112,7 @@ def stacked_experts(key: Any, num_experts: int = 8) -> Any:
     return {**named(k1, router=(D, num_experts)), "experts": stack(up_and_down, k2, num_experts)}
 
 
-def apply_stacked_experts(model: Any, x: Any) -> Any:
+def apply_experts(model: Any, x: Any) -> Any:
     weights = jax.nn.softmax(each(model["router"], x))
     one = eqx.filter_vmap(lambda layer, x: each(partial(apply_up_and_down, layer), x), in_axes=MEMBERS)
     return jnp.einsum("te,etd->td", weights, one(model["experts"], x))
@@ -147,9 +133,7 @@ def apply_mixtral(model: Any, x: Any) -> Any:
     return sum(weights[:, [i]] * one(layer, x) for i, layer in enumerate(model["experts"]))
 
 
-def of_experts(
-    name: str, make: Any, specs: Any, apply: Any = apply_stacked_experts, many: Any = repeated
-) -> Any:
+def of_experts(name: str, make: Any, specs: Any, apply: Any = apply_experts, many: Any = repeated) -> Any:
     """Residual blocks in a list, or in a stack with two leading dims: layers, then experts."""
 
     def blocks(key: Any) -> Any:
@@ -182,7 +166,7 @@ def actor_critic(key: Any) -> Any:
     return {**keys, **named(key, trunk=(8, F), policy=(F, 4), value=(F, 1))}
 
 
-def apply_actor_critic(model: Any, x: Any) -> Any:
+def act(model: Any, x: Any) -> Any:
     noise = jax.random.normal(model["key"], (8,)) + jax.random.normal(model["keys"][model["k"]], (8,))
     h = jnp.tanh(model["trunk"](x + 0.01 * noise))
     return jnp.concatenate([model["policy"](h), model["value"](h)])
@@ -212,9 +196,7 @@ OF_BLOCKS = split("*.mlp.layers.0", "*.mlp.layers.1")
 ENTRIES = [
     of_rows("mlp_4", partial(mlp, depth=3), call, split("layers.[02]", "layers.[13]")),
     # The third opens a pair that nothing closes, and its 10 outputs do not divide: whole.
-    of_rows(
-        "mlp_3_indivisible", partial(mlp, depth=2, num_out=10), call, split("layers.0", "layers.1"), y=(10,)
-    ),
+    of_rows("mlp_3_indivisible", partial(mlp, depth=2, num_out=10), call, split("*.0", "*.1"), y=(10,)),
     # Shape before order.
     of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN),
     of_rows("three_fields", three_fields, call, split("embed head", "mix")),
@@ -241,17 +223,9 @@ ENTRIES = [
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
     of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), apply_mixtral),
     # A stack beside no router: the members are not experts, each is split inside.
-    of_rows(
-        "ensemble",
-        critics,
-        apply_critics,
-        split("critics.layers.0", "critics.layers.1", stacked=1),
-        y=(NUM_STACKED, D),
-    ),
+    of_rows("ensemble", critics, apply_critics, split("*.0", "*.1", stacked=1), y=(NUM_STACKED, D)),
     # Two heads close what one trunk opens: one small all-reduce each.
-    of_rows(
-        "friend_actor_critic", actor_critic, apply_actor_critic, split("trunk", "policy value"), x=(8,), y=(5,)
-    ),
+    of_rows("friend_actor_critic", actor_critic, act, split("trunk", "policy value"), x=(8,), y=(5,)),
     # Tables, integers and masks divide, and are not split.
     of_rows("friend_buffers", buffers, apply_buffers, UP_DOWN),
 ]

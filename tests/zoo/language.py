@@ -7,29 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._entry import (
-    HEADS,
-    LAYERS,
-    SEQ,
-    VOCAB,
-    D,
-    Entry,
-    F,
-    attend,
-    attention,
-    cross_entropy,
-    each,
-    named,
-    norm,
-    of_rows,
-    of_tokens,
-    repeated,
-    rms_norm,
-    split,
-    stack,
-    through,
-    tokens,
-)
+from ._entry import HEADS, LAYERS, SEQ, VOCAB, D, Entry, F, cross_entropy, of_rows, of_tokens, split, tokens
+from ._layers import attend, attention, each, named, norm, repeated, rms_norm, stack, through
 
 
 def table(key: Any, num: int = VOCAB, width: int = D) -> eqx.nn.Embedding:
@@ -52,19 +31,16 @@ class LlamaAttention(eqx.Module):
         return attention(layers, x, causal=True, rotary=True)
 
 
-def llama(
-    key: Any, *, num_key_value_heads: int = HEADS, vocab: int = VOCAB, is_stacked: bool = False
-) -> dict[str, Any]:
+def llama(key: Any, *, num_key_value_heads: int = HEADS, vocab: int = VOCAB, is_stacked: bool = False) -> Any:
     k1, k2, k3 = jax.random.split(key, 3)
     own, other = (D, D), (D, num_key_value_heads * D // HEADS)
+    heads: Any = {"num_heads": HEADS, "num_key_value_heads": num_key_value_heads}
 
     def layer(key: Any) -> Any:
         k1, k2 = jax.random.split(key)
         projections = named(k1, q_proj=own, k_proj=other, v_proj=other, o_proj=own, bias=False)
         return {
-            "self_attn": LlamaAttention(
-                **projections, num_heads=HEADS, num_key_value_heads=num_key_value_heads
-            ),
+            "self_attn": LlamaAttention(**projections, **heads),
             "mlp": named(k2, gate_proj=(D, F), up_proj=(D, F), down_proj=(F, D), bias=False),
             "input_layernorm": rms_norm(),
             "post_attention_layernorm": rms_norm(),
@@ -271,6 +247,9 @@ def apply_einsum(model: Any, x: Any) -> Any:
 GROUPED = {heads: partial(llama, num_key_value_heads=heads) for heads in (2, 4)}
 STACKED = {heads: partial(make, is_stacked=True) for heads, make in GROUPED.items()}
 
+LORA_COLUMNS = "wte lm_head *.k_proj *.[qv]_proj.linear *.[qv]_proj.lora_b *.fc_in"
+LORA_ROWS = "*.out_proj.linear *.out_proj.lora_a *.fc_out.linear *.fc_out.lora_a"
+
 ENTRIES = [
     of_tokens("llama", llama, apply_llama, llama_specs()),
     # 2 key/value heads over 4 devices: their 8 output features divide, but not their heads.
@@ -287,15 +266,7 @@ ENTRIES = [
     # tied by use, so it is no leaf; positions are whole.
     of_tokens("gpt2", gpt2, apply_gpt2, split("wte *.c_attn *.c_fc", "*.c_proj")),
     # A row-parallel adapter adds an all-reduce of `rank` numbers per token.
-    of_tokens(
-        "lora",
-        lora,
-        apply_gptj,
-        split(
-            "wte lm_head *.k_proj *.[qv]_proj.linear *.[qv]_proj.lora_b *.fc_in",
-            "*.out_proj.linear *.out_proj.lora_a *.fc_out.linear *.fc_out.lora_a",
-        ),
-    ),
+    of_tokens("lora", lora, apply_gptj, split(LORA_COLUMNS, LORA_ROWS)),
     # An even split of the outputs crosses the borders of q, k and v: permutes.
     of_rows("fused_qkv", partial(repeated, fused), apply_fused, split("*.qkv", "*.proj"), x=(SEQ, D)),
     # Raw 3-D arrays: the dim of heads is split.
