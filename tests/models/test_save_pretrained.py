@@ -28,15 +28,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, IMAGES, make
 
 import redco_eqx as rx
+from redco_eqx import models
 from redco_eqx._base.tree import to_arrays
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx.models import (
-    UNet2DConditionConfig,
-    UNet2DConditionModel,
-    load_pretrained,
-    pad_vocabulary,
-    save_pretrained,
-)
+from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.directory import config_file
 
 
@@ -186,13 +181,13 @@ def entries(config):
 @pytest.fixture(scope="module")
 def old_and_new(tmp_path_factory):
     """Two models of one configuration, and one of another that has the same arrays as the second."""
-    models = []
+    found = []
     for seed, epsilon in ((0, 1e-5), (1, 1e-5), (1, 0.5)):
         directory = tmp_path_factory.mktemp("made")
         arrays = make_arrays("gpt2", seed=seed, n_layer=1)
         write(directory, "gpt2", arrays, n_layer=1, layer_norm_epsilon=epsilon)
-        models.append(load_pretrained(directory))
-    return models
+        found.append(load_pretrained(directory))
+    return found
 
 
 ONE, SEVERAL, MORE = 10**9, 140_000, 100_000
@@ -268,12 +263,8 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     write(old, "gpt2", make_arrays("gpt2"), eos_token_id=3)
     generation = {"eos_token_id": [5, 6], "temperature": 0.6}
-    beside = {
-        "tokenizer.json": "{}",
-        "chat_template.jinja": "{{ x }}",
-        "LICENSE": "mine",
-        "generation_config.json": json.dumps(generation),
-    }
+    beside = {"tokenizer.json": "{}", "chat_template.jinja": "{{ x }}", "LICENSE": "mine"}
+    beside["generation_config.json"] = json.dumps(generation)
     stale = ("pytorch_model.bin", "model.fp16.safetensors", "x.gguf", "pytorch_model.bin.index.json", ".hidden")
     for name, text in {**beside, **dict.fromkeys(stale, "stale")}.items():
         (old / name).write_text(text)
@@ -313,9 +304,7 @@ def test_links_are_copied_only_from_the_checkpoint_and_the_hubs_cache(tmp_path):
     for name in ("special_tokens.json", "generation_config.json"):
         (snapshot / name).symlink_to(secret)
         model = load_pretrained(snapshot)
-        with pytest.raises(
-            ValueError, match=rf"{name} is a link to .*secret\.json, but only links to files of"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is a link to .*secret\.json, but only links to"):
             save_pretrained(model, tmp_path / "newer")
         assert not (tmp_path / "newer").exists()
         (snapshot / name).unlink()
@@ -361,7 +350,7 @@ def test_models_of_images_have_files_of_their_own(tmp_path):
     assert load_pretrained(tmp_path).config.norm_num_groups == 8
     assert (tmp_path / SINGLE).read_bytes() == b"of something else"
     with pytest.raises(ValueError, match="_class_name='AutoencoderKL' is not known, only UNet2DConditionModel"):
-        load_pretrained(tmp_path, family=(UNet2DConditionConfig, UNet2DConditionModel))
+        load_pretrained(tmp_path, family=(models.UNet2DConditionConfig, models.UNet2DConditionModel))
     (tmp_path / stem).rename(tmp_path / SINGLE)
     message = "neither diffusion_pytorch_model.safetensors nor .* rename it to diffusion_pytorch_model"
     with pytest.raises(FileNotFoundError, match=message):
@@ -411,7 +400,7 @@ def test_a_card_of_a_history_is_read_by_the_hub(tmp_path):
     rows = tuple({"step": step, "train/loss": 1.0 / step, "train/epoch": step / 10} for step in (10, 20))
     history = rx.types.History(rows, ({"step": 15, "eval/loss": 0.5},))
     model = make("llama", num_hidden_layers=1)
-    padded = pad_vocabulary(model, 5)
+    padded = models.pad_vocabulary(model, 5)
     mesh = rx.make_mesh(tensor=2)
     padded = jax.tree.map(lambda x: jax.device_put(x, replicated(mesh)) if eqx.is_array(x) else x, padded)
     save_pretrained(padded, tmp_path / "small", card=history)
