@@ -56,7 +56,7 @@ def guarding(step: Any) -> Any:
 
 
 def stepping(**changed: Any) -> Any:
-    """A step of one's own that changes the shape of the state."""
+    """A custom step that changes the shape of the state."""
 
     def step(state: Any, batch: Any) -> Any:
         state, metrics = tiny.counting_step(state, batch)
@@ -126,7 +126,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: run(nothing_trainable()), r"no trainable leaf.*`trainable`"),
     (lambda: run(optimizer=ADAM), r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState"),
     (lambda: run(half_trained(), optimizer=ADAM), r"mu\.bias it keeps float32\[2\], .* holds nothing.*given"),
-    # A step of one's own
+    # A custom step
     (lambda: guarding(lambda state, batch: (state, {"error": 1.0})), r"a dict that has a 'loss'.*\['error'\]"),
     (lambda: guarding(lambda state, batch: (state, None)), r"must return \(state, metrics\).*NoneType"),
     (lambda: guarding(lambda state, batch: (state, {"loss": BIAS})), r"the metric 'loss' must be a scalar"),

@@ -247,7 +247,7 @@ def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
     assert_same(run(), expected)  # which has come to its end already
 
 
-# Places of `batches`, from which a loop of one's own goes on
+# Places of `batches`, from which your own loop continues
 
 WIDE = tiny.make_examples(44, dim=8)
 

@@ -29,8 +29,8 @@ Examples: TypeAlias = Any
 class Mean(eqx.Module):
     """A weighted mean that you can keep adding to: a weighted sum, and the sum of the weights.
 
-    Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a batch is
-    `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`. If a loss has
+    Means add up exactly over microbatches, devices and batches, whatever their weights. The loss of a batch
+    is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`. If a loss has
     weight `n`, add a term without a weight as `Mean(cross_entropy + auxiliary * n, n)`.
 
     `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` use the value of the mean.

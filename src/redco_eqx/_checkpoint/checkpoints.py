@@ -231,12 +231,12 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Settings for checkpoints: where and when [`fit`][] saves, and which it keeps. In your own loop, call
-    `open`.
+    """Settings for checkpoints: their directory, when [`fit`][] saves, and which checkpoints it keeps. In
+    your own loop, call `open`.
 
-    `fit` saves in the background every `every_steps` steps, at its end, and when a signal ends it. Without
-    `every_steps`, it saves after each epoch. An evaluation at the same step comes before the save, and its
-    results are part of the checkpoint.
+    `fit` saves in the background every `every_steps` steps, at the end of the run, and when a signal ends it.
+    Without `every_steps`, it saves after each epoch. An evaluation at the same step comes before the save,
+    and its results are part of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
@@ -248,9 +248,9 @@ class Checkpoints:
         continues from the newest, provided that their run began with the same key, parameters and examples. `~`
         is the home directory.
     - `every_steps`: the number of steps between two saves. Without it, there is one after each epoch.
-    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, another one is left if the
-        newest is damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the
-        newest, are not removed.
+    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, one is left if the newest is
+        damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the newest, are
+        not removed.
     - `keep_best`: metrics of the evaluations, each with `"min"` or `"max"`, such as `{"eval/loss": "min"}`. The
         checkpoint with the best value of each metric is also kept, and a save follows each evaluation that is
         better than all earlier ones.
@@ -289,7 +289,7 @@ class Checkpoints:
         ```
 
         The directory is created if it does not exist. All processes must see the same directory, and all must
-        call this. Anything that an earlier process left half-written is removed.
+        call this method. Anything that an earlier process left half-written is removed.
 
         **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
         `CheckpointError` if another live writer uses it, on this host or on another (detecting one on another

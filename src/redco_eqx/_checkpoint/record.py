@@ -99,10 +99,9 @@ _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the complete checkpoints of a directory, in ascending order of step. No arrays are read.
+    """List the complete checkpoints in a directory, in ascending order of their steps. No arrays are read.
 
-    Leave out, with a warning, a checkpoint with a damaged record, or with a record that this version cannot
-    read.
+    A checkpoint is left out, with a warning, if its record is damaged or if this version cannot read it.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})

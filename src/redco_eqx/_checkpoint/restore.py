@@ -34,8 +34,8 @@ def restore(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
-    """Read a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. It may have been
-    saved on any mesh. Every array is verified, bit for bit.
+    """Read a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. The checkpoint may
+    have been saved on any mesh. Every array is verified bit for bit.
 
     ```python
     rx.save("run", state)
@@ -53,7 +53,8 @@ def restore(
 
     **Other arguments:**
 
-    - `only`: `"model"` reads only the model. Optimizer, step and key stay those of `like`.
+    - `only`: `"model"` reads only the model. The optimizer's state, the step and the key stay those of
+        `like`.
     - `renamed`: `{path in the checkpoint's model: path in that of like}`, for leaves or for everything below a
         path, such as `{"encoder": "backbone.encoder"}`. The optimizer's arrays for these leaves are renamed,
         too.
@@ -65,7 +66,8 @@ def restore(
 
     **Raises:**
 
-    - `ValueError`: state and checkpoint differ. The message has each name with both shapes and dtypes.
+    - `ValueError`: the state and the checkpoint differ. The message lists each name with both shapes and
+        dtypes.
     - `FileNotFoundError`: there is no checkpoint, or none for this step.
     - `CheckpointError`: all checkpoints, or all for this step, are damaged.
     - `ImportError` if Orbax is not installed.

@@ -324,7 +324,7 @@ def batches(
         is called once per batch, with this process's rows in global order. With several processes, these rows
         are a part of the batch, so the other dims must not depend on the examples (pad text to a fixed length).
         Return new arrays each time, because an earlier array may still be in use.
-    - `batch_size`: number of examples in a batch, over all devices.
+    - `batch_size`: the number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
     - `key`: shuffles the examples. `None` keeps their order. A stream always keeps its order.
     - `epoch`: the epoch number; each epoch has a different order.

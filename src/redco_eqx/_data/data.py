@@ -70,19 +70,19 @@ class Stream:
     ```
 
     One thread reads the stream. It makes one batch more than `prefetch` ahead (three more with several
-    processes), so that the end is known in time. At the end of an epoch, training drops the examples that do
-    not fill a batch. The next epoch then calls the function again, or iterates again. If the iterable has a
-    method `set_epoch(epoch)`, it is called first. An iterator can be read only once, so the run ends where it
-    ends.
+    processes), so that it knows in time where the stream ends. At the end of an epoch, training drops the
+    examples that do not fill a batch. The next epoch then calls the function again, or iterates again. If the
+    iterable has a method `set_epoch(epoch)`, it is called first. An iterator can be read only once, so the
+    run ends when the iterator ends.
 
     A resumed run continues after the last batch that it was trained on. To get there, it restores a state of
     the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`) and rereads these examples.
     For this, the iterable, or the iterator that it or the function returns, must have the methods `get_state`
     and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by checksum), or
-    if there is no state that far back, the run rereads the epoch from its beginning. If these examples are not
-    the same either, `fit` refuses to continue, unless you pass `Checkpoints(allow_changes=True)`. So a shuffle
-    needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared by content, other
-    objects only by type and size.
+    if there is no state that far back, the run rereads the epoch from its beginning. If these examples are
+    not the same either, `fit` refuses to continue, unless you pass `Checkpoints(allow_changes=True)`. A
+    shuffle therefore needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared
+    by content, other objects only by type and size.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
         `DataLoader(batch_size=None)`), or a function from the epoch number to such an iterable.

@@ -37,11 +37,11 @@ def initialize_distributed(
 ) -> None:
     """Join the processes of a run. Each process calls this before it uses JAX in any other way.
 
-    Nothing else in a script changes. Under SLURM (`srun`), Open MPI and Kubernetes, and on TPU pods, you need
-    no arguments, because JAX detects the values. Elsewhere, pass arguments to each process, or set the
-    environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Arguments take
-    precedence over these variables, and the variables over detected values. With one process, or without any
-    sign of more, this function does nothing.
+    You do not need to change anything else in a script. Under SLURM (`srun`), Open MPI and Kubernetes, and on
+    TPU pods, you need no arguments, because JAX detects the values. Elsewhere, pass arguments to each
+    process, or set the environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`. Arguments take precedence over these variables, and the variables over detected values.
+    With one process, or without any sign of more, this function does nothing.
 
     ```python
     rx.initialize_distributed()      # on one machine it does nothing

@@ -183,8 +183,8 @@ def plan(
 
     **Raises:**
 
-    - `ValueError`: the target is not known, no mesh splits the batch evenly, or batch and loss do not fit each
-        other.
+    - `ValueError`: the target is not known, no mesh splits the batch evenly, or the batch does not fit the
+        loss.
     - `ImportError` if the target's compiler is not installed.
     """
     check_positive("plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device)

@@ -189,7 +189,8 @@ def misfit(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh)
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a batch: the leading dim is split over `("data", "fsdp")`, the other dims are whole.
+    """Return the sharding of a batch: its leading dim is split over `("data", "fsdp")`, and its other dims
+    are whole.
 
     ```python
     batch = jax.device_put(batch, rx.batch_sharding(mesh))

@@ -131,8 +131,8 @@ def explain(
 ) -> Explanation:
     """Explain the layout that `shard_rules` chooses: the role of each array, and the reason for it.
 
-    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table, in which
-    layers with the same layout share a row (`layers.[0-11].mlp.up.weight`).
+    It takes the same arguments as `shard_rules`, and raises the same errors. `print(explain(model, mesh))`
+    shows a table, in which layers with the same layout share a row (`layers.[0-11].mlp.up.weight`).
 
     ```python
     explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)

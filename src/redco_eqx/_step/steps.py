@@ -353,10 +353,10 @@ class JittedStep(Generic[R]):
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
     """Compile a function of a state and a batch as `jax.jit(step, donate_argnums=0)`, with two safeguards.
 
-    If the state was donated before, you get an error that names the array; some versions of JAX would end the
-    process instead. And the gradients of a step that you write yourself are correct on every mesh, like those
-    of `train_step`. (XLA's partitioner makes the gradients of grouped convolutions too large if the batch is
-    split over only some of the mesh axes.)
+    The first raises an error that names the array if the state was donated before; some versions of JAX would
+    end the process instead. The second safeguard makes the gradients of a step that you write yourself
+    correct on every mesh, like those of `train_step`. (XLA's partitioner makes the gradients of grouped
+    convolutions too large if the batch is split over only some of the mesh axes.)
 
     ```python
     step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))

@@ -206,8 +206,8 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm was not finite. `state` is the last good state, before `step`. `history`
     has the rows until then.
 
-    If both were finite, but the optimizer's update was not, the message names the parameters. `fit` notices it
-    at the next row of the log. There is no good state then: `state` has these parameters.
+    If both were finite, but the optimizer's update was not, the message names the parameters. `fit` detects
+    this at the next row of the log. No good state is left then, and `state` has these parameters.
 
     The message names a NaN in the batch, and an id or label that is outside the table that it indexes (with
     many processes, only on the process that has that row). Under `jax_debug_nans`, the error comes from a

@@ -19,7 +19,7 @@ from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding
 
 
 class Cache(eqx.Module):
-    """The keys and values of the tokens so far. Slots fill from the left, in step in all rows.
+    """The keys and values of the tokens so far. Slots fill from the left, at the same pace in all rows.
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
     - `mask`: `(batch, slots)`, false for an empty slot or padding.

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Linear(eqx.Module):
-    """`x @ weight.T + bias`, with the weight stored `(out, in)`."""
+    """`x @ weight.T + bias`, with the weight stored as `(out, in)`."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None

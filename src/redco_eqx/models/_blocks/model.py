@@ -21,7 +21,8 @@ from redco_eqx.models._blocks.context import Cache, Context, Hidden, Ids, Memory
 class Options(TypedDict, total=False):
     """Options for running any model.
 
-    - `remat`: what the backward pass recomputes, see `scan_layers`. The default is `none`.
+    - `remat`: the choice of activations that the backward pass recomputes (see `scan_layers`). The default is
+        `none`.
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default, cuDNN's on GPUs in
         half precision if there is no mask, bias or dropout, and XLA's otherwise.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see

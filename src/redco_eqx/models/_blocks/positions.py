@@ -173,8 +173,8 @@ def rotate(
 
     **Arguments:**
 
-    - `interleaved`: whether a pair is two neighbours (GPT-J), or one of the first half with one of the second
-        (LLaMA).
+    - `interleaved`: true if the two features of a pair are neighbours (GPT-J), false if one is in the first
+        half and one in the second (LLaMA).
     """
     size = 2 * len(frequencies)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -214,9 +214,9 @@ def relative_bias(
 
     Compute it once, and pass it to all layers as `Context.bias`.
 
-    If all rows share their positions, the bias on a mesh has a row per part of the batch. So each device
-    adds its gradients, which have the size of the scores, over the layers, and computes the gradient of the
-    table. Only the table's gradient is reduced.
+    If all rows share their positions, the bias on a mesh has a row per part of the batch. Each device
+    therefore adds its gradients, which have the size of the scores, over the layers, and computes the
+    gradient of the table. Only the table's gradient is reduced.
 
     **Arguments:**
 

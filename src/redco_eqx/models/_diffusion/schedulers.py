@@ -118,7 +118,8 @@ class DDPMScheduler(OneStepScheduler):
 class DDIMScheduler(OneStepScheduler):
     """Deterministic sampling in few steps (Song et al. 2021, equation 12).
 
-    - `set_alpha_to_one`: whether the last step ends at a sample without noise, or at timestep 0.
+    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if it ends at timestep
+        0.
     - `eta`: the share of DDPM's noise that a step adds, from 0 to 1; not an entry of the file.
     """
 
@@ -195,7 +196,8 @@ class PNDMScheduler(Scheduler):
     taken in two halves, and not by Runge-Kutta.
 
     - `skip_prk_steps`: only true is supported: no Runge-Kutta.
-    - `set_alpha_to_one`: whether the last step ends at a sample without noise, or at timestep 0.
+    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if it ends at timestep
+        0.
     """
 
     predictions = ("epsilon", "v_prediction")

@@ -56,7 +56,7 @@ class GPTConfig(Config):
 class GPT2Config(GPTConfig):
     """GPT-2, small to XL.
 
-    - `add_cross_attention`: whether it is the decoder of a `VisionEncoderDecoderModel`.
+    - `add_cross_attention`: true for the decoder of a `VisionEncoderDecoderModel`.
     """
 
     model_type = "gpt2"
@@ -70,7 +70,7 @@ class GPT2Config(GPTConfig):
 
 
 class Conv1D(eqx.Module):
-    """A Linear whose weight is stored `(in, out)`.
+    """A `Linear` whose weight is stored as `(in, out)`.
 
     If `out_features` is `(parts, size)`, several projections share the matrix but stay separate, so that each
     can be split over the `tensor` axis by itself; in a file the two dims are one.

@@ -51,9 +51,9 @@ def load_pretrained(
     """Load the model from a directory that Hugging Face's libraries or `save_pretrained` wrote, or from the
     folder of one part of a diffusers pipeline.
 
-    Loading computes nothing. No array is ever whole on the host unless a device has it whole: each process
-    reads each slice once, directly for the devices that need it. Weights are in `model.safetensors`, or in the
-    files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
+    Loading computes nothing. An array is never whole on the host unless it is whole on a device: each process
+    reads each slice once, directly for the devices that need it. Weights are in `model.safetensors`, or in
+    the files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
     `_class_name` instead of a `model_type`, they are in `diffusion_pytorch_model.safetensors`.
 
     It also accepts files of the bare model, norms with `gamma` and `beta`, and the attention of an autoencoder
@@ -76,7 +76,7 @@ def load_pretrained(
     - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of the file.
     - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for `jax.lax.scan`), so
         that compile time does not grow with depth; false for a list of layers.
-    - `remat`: what the backward pass recomputes, see `scan_layers`.
+    - `remat`: the choice of activations that the backward pass recomputes (see `scan_layers`).
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
         half precision if there is no mask, bias or dropout, and otherwise XLA's.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see

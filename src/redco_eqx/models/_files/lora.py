@@ -55,8 +55,9 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
     """Write only the branches of a model, as `adapter_config.json` and `adapter_model.safetensors`.
     `peft.PeftModel.from_pretrained(base, directory)` and other engines open them.
 
-    A list of layers and stacked layers produce the same files. With several processes, all must call this, and
-    process 0 writes. Each of the two files is whole or absent. The configuration comes last.
+    A list of layers and stacked layers produce the same files. With several processes, all must call this
+    function, and process 0 writes. Each of the two files is either complete or absent. The configuration
+    comes last.
 
     **Arguments:**
 

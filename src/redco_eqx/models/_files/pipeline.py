@@ -52,7 +52,7 @@ def load_stable_diffusion(
 
     It reads Stable Diffusion 1 and 2, and models trained from them. The tokenizer stays in its folder, for
     `transformers.CLIPTokenizer.from_pretrained(directory / "tokenizer")`. A safety checker and its feature
-    extractor are not loaded, and so check nothing. Saving copies them.
+    extractor are not loaded, so they check nothing, but saving copies them.
 
     As in diffusers' pipeline, `steps_offset` is 1 and `clip_sample` is false, whatever old files say.
 
@@ -121,8 +121,8 @@ def save_stable_diffusion(
     unless they exist in the new one. For a model that was not loaded, save the tokenizer first, as the folder
     `tokenizer`.
 
-    Each part changes atomically, as in `save_pretrained`, and the index changes last. The parts together do not
-    change atomically. With several processes, all must call this.
+    Each part changes atomically, as in `save_pretrained`, and the index changes last. The parts together do
+    not change atomically. With several processes, all must call this function.
 
     **Arguments:**
 

@@ -83,14 +83,15 @@ def save_pretrained(
     changes, and so does `diffusers` if the model is a part of one of its pipelines.
 
     A list of layers and stacked layers produce the same files. The files next to the weights in the directory
-    that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories)
-    are copied, unless a file of the same name exists. Every file is written under a temporary name and renamed
-    at the end. So at any moment, the directory contains either the old checkpoint or the new one, whole. Files
-    with other names (a tokenizer's) stay. If the configuration changes, then for an instant, between two
-    renames, only `load_pretrained` opens the configuration that belongs to the weights.
+    that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no
+    subdirectories) are copied, unless a file of the same name exists. Every file is written under a temporary
+    name and renamed at the end. At any moment, the directory therefore contains either the complete old
+    checkpoint or the complete new one. Files with other names (a tokenizer's) stay. If the configuration
+    changes, then for an instant, between two renames, only `load_pretrained` opens the configuration that
+    belongs to the weights.
 
-    With several processes, all must call this: all take part in fetching, and process 0 writes. It returns when
-    the new checkpoint is on disk.
+    With several processes, all must call this function: all of them fetch arrays, and process 0 writes. It
+    returns when the new checkpoint is on disk.
 
     ```python
     models.save_pretrained(model, "finetuned")    # transformers.AutoModelForCausalLM.from_pretrained opens it

@@ -169,10 +169,10 @@ def beam_search(
     5.
 
     It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The beams of a row share
-    one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees the
-    slots of its own tokens. If a `tensor` axis splits the vocabulary, a step communicates, besides the layers'
-    traffic, two numbers per beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
-    candidates of a row. Over the batch it communicates nothing.
+    one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees
+    the slots of its own tokens. If a `tensor` axis splits the vocabulary, a step communicates, besides the
+    layers' traffic, two numbers per beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
+    candidates of a row. It communicates nothing over the batch.
 
     ```python
     found = models.beam_search(model, prompts, max_new_tokens=8, num_beams=4)

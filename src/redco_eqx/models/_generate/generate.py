@@ -42,9 +42,9 @@ def generate(
     it as a `predict_fn` with a sharded model:
     `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
-    Stacked layers are taken apart before the loop, because a scan in the loop copies them for each token. This
-    takes the memory of a second copy of the layers, and compiles longer the more layers there are. A model
-    whose layers are a list (`stacked=False`) needs no copy.
+    Stacked layers are taken apart before the loop, because a scan in the loop would copy them for each token.
+    This takes the memory of a second copy of the layers, and the compile time grows with the number of
+    layers. A model whose layers are a list (`stacked=False`) needs no copy.
 
     ```python
     tokens = models.generate(model, prompts, max_new_tokens=8, temperature=0.8, top_p=0.95, key=key)

@@ -140,8 +140,8 @@ def sample_images(
     - `input_ids`: the texts, padded by the tokenizer in the model's directory.
     - `negative_ids`: the texts to steer away from; pass the empty text if you have no other.
     - `num_steps`: the number of steps of the scheduler.
-    - `guidance_scale`: how far to go from the prediction without the text towards the prediction with it, and
-        beyond. With 1, there is no guidance; then leave out `negative_ids`.
+    - `guidance_scale`: the factor on the step from the prediction without the text towards the prediction
+        with it. With 1, there is no guidance, so leave out `negative_ids`.
     - `latents`: the initial noise. By default, it is drawn, with the height and width
         `unet.config.sample_size`.
     - `key`: for that noise, and for the noise that a scheduler draws at each step.
