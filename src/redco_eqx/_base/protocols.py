@@ -27,7 +27,7 @@ Examples: TypeAlias = Any
 
 
 class Mean(eqx.Module):
-    """A weighted mean that you can keep adding to: a weighted sum, and the sum of the weights.
+    """A weighted mean to which you can add other means. It holds a weighted sum and the sum of the weights.
 
     Means add up exactly over microbatches, devices and batches, whatever their weights. The loss of a batch
     is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`. If a loss has
@@ -46,7 +46,7 @@ class Mean(eqx.Module):
 
     **Arguments:**
 
-    - `total`: the weighted sum, a scalar. Kept in float32 or wider.
+    - `total`: the weighted sum, a scalar. It is kept in float32 or wider.
     - `weight`: the sum of weights (the number of tokens, for example), a scalar.
     """
 

@@ -247,7 +247,7 @@ class Checkpoints:
     - `directory`: the directory of this run, which all processes must see. If it already has checkpoints, `fit`
         continues from the newest, provided that their run began with the same key, parameters and examples. `~`
         is the home directory.
-    - `every_steps`: the number of steps between two saves. Without it, there is one after each epoch.
+    - `every_steps`: the number of steps between two saves. Without it, `fit` saves after each epoch.
     - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, one is left if the newest is
         damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the newest, are
         not removed.

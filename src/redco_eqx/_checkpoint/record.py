@@ -111,7 +111,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     **Arguments:**
 
-    - `directory`: as for `save`. It need not exist.
+    - `directory`: as for `save`. It does not need to exist.
     """
     infos = []
     for _, _, path in entries(local(directory)):

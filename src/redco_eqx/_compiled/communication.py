@@ -312,8 +312,9 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     Python.
 
     It reads the text of the program (optimized HLO) and runs nothing, so you may lower the step on abstract
-    arguments, for devices that you do not have. Loops are multiplied out, so the numbers are those of one call.
-    Transfers to and from the host, and point-to-point `send` and `recv`, do not count.
+    arguments, for devices that you do not have. An operation in a loop counts once per iteration, so the
+    numbers are those of one call. Transfers to and from the host, and point-to-point `send` and `recv`, do
+    not count.
 
     ```python
     found = rx.communication(step.lower(state, batch).compile(), mesh)

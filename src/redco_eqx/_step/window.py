@@ -22,8 +22,9 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
     """Make a step that skips updates that are not finite. In that case, only `step` in the state advances.
 
-    The metrics get another entry, `"skipped"`, a mean of 0s and 1s. The step is pure, and needs no
-    synchronisation. Use it in your own loop; [`fit`][] ends the run with `NonFiniteError` instead.
+    The metrics get an additional entry, `"skipped"`, which is a mean of 0s and 1s. The step is pure, and
+    needs no synchronisation. Use it in your own loop. In the same case, [`fit`][] ends the run with a
+    `NonFiniteError`.
 
     ```python
     train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)

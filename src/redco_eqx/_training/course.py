@@ -122,8 +122,8 @@ class Change:
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
     ```
 
-    - `stop`: true to end the run here. It ends as it would at its last step: with an evaluation, if the run has
-        any, and a save.
+    - `stop`: true to end the run here. As at its last step, the run then ends with an evaluation (if it has
+        any) and a save.
     - `state`: the state to continue with. It must have the structure, shapes, dtypes, `key` and `step` of the
         state that the hook received. `fit` gives it the same layout.
     """

@@ -103,7 +103,8 @@ def predict(
     print(len(outputs), outputs[0].shape)
     ```
 
-    **Arguments:** as for `evaluate`, with `predict_fn` (a [`PredictFn`][]) in place of `loss_fn`, and
+    **Arguments:** the same as for `evaluate`, with `predict_fn` (a [`PredictFn`][]) in place of `loss_fn`,
+    and
 
     - `output_fn`: `(example, prediction) -> anything`. It turns the arrays of one example into something that a
         person can read, such as decoded text or the name of a label.
@@ -221,9 +222,9 @@ class Evaluation:
     ```
 
     - `examples`: the examples to evaluate (see `evaluate`). Each evaluation reads a stream from its beginning.
-    - `every_steps`: the number of steps between two evaluations. Without it, there is one after each epoch.
-        There is always one at the end of a run.
-    - `collate_fn`, `loss_fn`, `batch_size`: by default, those that you pass to `fit`.
+    - `every_steps`: the number of steps between two evaluations. Without it, there is an evaluation after
+        each epoch. There is always one at the end of a run.
+    - `collate_fn`, `loss_fn`, `batch_size`: by default, the ones that you pass to `fit`.
     - `state_fn`: turns the state of the run into the state to evaluate, for example one with averaged
         parameters.
     - `predict_fn`, `output_fn`: make a prediction per example, and turn it into something that a person

@@ -98,9 +98,9 @@ def fit(
     - `loggers`: functions that are called on process 0 with `(step, row)`. By default, a [`ConsoleLogger`][],
         which also shows a progress bar on a terminal. `()` prints nothing at all. Names in a row are
         `train/loss`, `eval/loss` and others.
-    - `step_timeout_seconds`: if no step of training or evaluation finishes within this time, prints the stack
-        of each thread and ends all processes. The time to compile a step counts, and so does the time to return
-        to a place in a stream, which may have to be read again.
+    - `step_timeout_seconds`: if no step of training or evaluation finishes within this time, `fit` prints the
+        stack of each thread and ends all processes. The time to compile a step counts, and so does the time
+        to return to a place in a stream, which may have to be read again.
 
     **Returns:**
 
@@ -109,7 +109,7 @@ def fit(
 
     **Raises:**
 
-    - `ValueError`, `TypeError`: an argument cannot be used. They come before anything is compiled.
+    - `ValueError`, `TypeError`: an argument cannot be used. `fit` raises them before it compiles anything.
     - `NonFiniteError`, with the last good state: a loss or gradient norm is not finite. Under `jax_debug_nans`
         or `jax_debug_infs`, it comes from the line of `loss_fn` that produced the value.
     - `TrainingInterrupted`, with the state: a SIGINT (Ctrl-C) or SIGTERM came. The current step ends first, and

@@ -239,7 +239,7 @@ class Config(BaseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The names of a classifier's outputs, in order; one output for a regression.
+    """The names of a classifier's outputs, in order. A regression has one output.
 
     They are the entry `id2label` of `config.json`; by default `LABEL_0` and `LABEL_1`.
     """

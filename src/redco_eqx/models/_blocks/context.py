@@ -73,7 +73,8 @@ LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The token information that every layer needs besides its activations, and the operations that use it.
+    """The information about the tokens that every layer needs besides its activations, and the operations
+    that use it.
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
     - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if `causal` alone decides.

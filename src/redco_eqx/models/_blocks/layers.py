@@ -77,7 +77,8 @@ class Embedding(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer normalisation (Ba et al. 2016); statistics in float32. Without `affine` it has no arrays."""
+    """Layer normalisation (Ba et al. 2016), with statistics in float32. Without `affine`, it has no
+    arrays."""
 
     weight: Float[Array, " size"] | None
     bias: Float[Array, " size"] | None
@@ -98,8 +99,8 @@ class LayerNorm(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019); statistics in float32. `offset` is added to the
-    weight; in Gemma it is 1.
+    """Root mean square normalisation (Zhang and Sennrich 2019), with statistics in float32. `offset` is added
+    to the weight. In Gemma, it is 1.
     """
 
     weight: Float[Array, " size"]

@@ -20,8 +20,8 @@ M = TypeVar("M", bound=eqx.Module)
 class LoRA(eqx.Module):
     """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
 
-    The sharding rules recognise it: the factor that shares the split dim of the base is split in the same way,
-    and the other one is replicated. With stacked layers, all arrays have an additional leading dim.
+    The sharding rules recognise it: the factor that shares the split dim of the base is split in the same
+    way, and the other one is replicated. In stacked layers, all arrays have an additional leading dim.
 
     - `base`: the projection.
     - `lora_a`: `(rank, in)`.

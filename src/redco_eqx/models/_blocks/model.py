@@ -233,8 +233,8 @@ def run_layers(
     key: Key | None,
     sums: Array | None = None,
 ) -> tuple[Hidden, tuple[Array, ...]]:
-    """Run all layers, one after another. Return the output, and the keys and values of the cache, with these
-    tokens added; then `sums`, if it is given, with what the layers return in third place added.
+    """Run all layers, one after another. Return the output, and the keys and values of the cache with these
+    tokens added. If you pass `sums`, also return it, with the third result of each layer added.
 
     Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one that `Context.attend`
     takes and returns, or `None`, and `context.memory` has the layer's own keys and values.

@@ -35,7 +35,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The conversion of positions into angles.
+    """The conversion of positions into rotation angles.
 
     - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per position.
     - `rope_type`: `default`; `linear`, which divides all frequencies by `factor`; `llama3`, which divides those

@@ -149,7 +149,7 @@ class Scheduler(Entries, abc.ABC):
         **Arguments:**
 
         - `output`: the model's output for `trajectory.sample` and `step.timestep`.
-        - `noise`: normal, if the scheduler `is_random`.
+        - `noise`: normal noise, if the scheduler `is_random`.
         """
 
     def add_noise(

@@ -193,7 +193,7 @@ class _Plan(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PNDMScheduler(Scheduler):
     """Pseudo numerical methods (Liu et al. 2022): linear multistep, as in Stable Diffusion. The first step is
-    taken in two halves, and not by Runge-Kutta.
+    taken in two halves instead of by Runge-Kutta.
 
     - `skip_prk_steps`: only true is supported: no Runge-Kutta.
     - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if it ends at timestep

@@ -175,7 +175,7 @@ class AutoencoderKL(ImageModel):
         return mean, jnp.clip(log_variance, -30, 20)
 
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c _ _"]:
-        """Return the images of some latents, with values from about -1 to 1.
+        """Decode latents into images with values from about -1 to 1.
 
         **Raises:** `ValueError` for a wrong number of channels.
         """

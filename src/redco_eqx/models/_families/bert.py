@@ -253,7 +253,7 @@ class BertForMaskedLM(MaskedLM):
 
 
 class BertForSequenceClassification(Model):
-    """BERT with an output per label, or one output for a regression."""
+    """BERT with one output per label, or with one output for a regression."""
 
     bert: BertModel
     classifier: Linear
@@ -334,7 +334,7 @@ class RobertaClassifier(eqx.Module):
 
 
 class RobertaForSequenceClassification(Model):
-    """RoBERTa with an output per label, or one output for a regression."""
+    """RoBERTa with one output per label, or with one output for a regression."""
 
     roberta: BertModel
     classifier: RobertaClassifier

@@ -81,8 +81,8 @@ class UNet2DConditionConfig(StagesConfig):
 
 
 class UNet2DConditionModel(ImageModel):
-    """Stages that reduce images, one in the middle, and stages that enlarge them again, which read the outputs
-    of the first ones.
+    """A UNet: stages that reduce images, a middle stage, and stages that enlarge the images again and also
+    read the outputs of the first stages.
     """
 
     conv_in: Conv

@@ -156,7 +156,7 @@ class ViTModel(Model):
 
 
 class ViTForImageClassification(Model):
-    """ViT with an output per label."""
+    """ViT with one output per label."""
 
     vit: ViTModel
     classifier: Linear
@@ -181,5 +181,5 @@ class ViTForImageClassification(Model):
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b labels"]:
-        """Compute logits of each label. Arguments as for `ViTModel.hidden_states`."""
+        """Compute the logit of each label. The arguments are those of `ViTModel.hidden_states`."""
         return self.classifier(self.vit.hidden_states(pixel_values, key=key)[:, 0])

@@ -24,7 +24,7 @@ Image: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
-    """Resize, crop, scale and normalise images, in this order, each step only if its field is set.
+    """Resizes, crops, scales and normalises images, in this order. Each step runs only if its field is set.
 
     - `size`: `(height, width)`; or one number for the shorter side, with the shape kept.
     - `resample`: Pillow's number of a filter; 2 is bilinear, 3 bicubic.

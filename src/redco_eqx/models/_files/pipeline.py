@@ -60,7 +60,7 @@ def load_stable_diffusion(
 
     - `directory`: with `model_index.json`.
     - `mesh`, `dtype`, `remat`, `attention`: as for `load_pretrained`, for each part.
-    - `scheduler`: replaces the scheduler of the directory, which then need not be DDPM, DDIM or PNDM.
+    - `scheduler`: replaces the directory's scheduler, which then does not have to be DDPM, DDIM or PNDM.
 
     **Raises:**
 

@@ -183,12 +183,13 @@ def beam_search(
 
     - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,
         `pad_token_id`: as for `generate`.
-    - `num_beams`: the number of texts to follow. With 1, the search is greedy, whatever `early_stopping` says.
+    - `num_beams`: the number of texts to follow. With 1, the search is greedy, and `early_stopping` has no
+        effect.
     - `length_penalty`: the score of a text is the sum of its log-probabilities, divided by its number of new
         tokens to this power. A value above 0 favours long texts, a value below 0 short ones.
-    - `early_stopping`: when a row with `num_beams` complete texts ends. `True`: at once. `False`: when its best
-        beam, if it ended now, would not be among the best texts. `"never"`: when its best beam could not get
-        among them, however it continues (as in Flax's beam search in transformers 4).
+    - `early_stopping`: when a row with `num_beams` complete texts ends. `True`: at once. `False`: when its
+        best beam, if it ended now, would not be among the best texts. `"never"`: when its best beam cannot
+        become one of the best texts, however it continues (as in Flax's beam search in transformers 4).
 
     **Returns:**
 

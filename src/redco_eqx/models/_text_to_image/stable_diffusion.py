@@ -92,7 +92,8 @@ def noise_losses(
     *,
     key: Key,
 ) -> Float[Array, " b"]:
-    """Return the squared error of the prediction for each image, noisy at its own timestep; in float32.
+    """Return the squared error of the prediction for each image in float32. Each image gets the noise of its
+    own timestep.
 
     **Arguments:**
 
@@ -113,7 +114,8 @@ def noise_losses(
 
 
 def to_uint8(images: Float[Array | np.ndarray, "b c height width"]) -> UInt8[np.ndarray, "b height width c"]:
-    """Convert images of -1 to 1 to 0 to 255 with channels last, as Pillow has them; on the host."""
+    """Convert images with values from -1 to 1 into values from 0 to 255 with channels last, as in Pillow, on
+    the host."""
     x = np.clip(np.asarray(images, np.float32) / 2 + 0.5, 0, 1)
     return np.moveaxis((255 * x).round().astype(np.uint8), 1, -1)
 
