@@ -49,15 +49,12 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
 
 def test_tables_are_read_and_learnt(tmp_path):
     flags = write_tables(tmp_path)
-    results = example.main([*flags, "--task", "classification", "--label", "kind", "--epochs", "5"])
-    scores, linear = results["classification"]
-    assert len(scores) == 5
-    assert linear > 0.85
-    assert scores[-1] > linear - 0.1
-    results = example.main([*flags, "--task", "regression", "--label", "score", "--epochs", "5"])
-    scores, linear = results["regression"]
-    assert linear > 0.5
-    assert scores[-1] > linear - 0.15, "after 40 steps"
+    for task, label, least, gap in (("classification", "kind", 0.85, 0.1), ("regression", "score", 0.5, 0.15)):
+        results = example.main([*flags, "--task", task, "--label", label, "--epochs", "5"])
+        scores, linear = results[task]
+        assert len(scores) == 5
+        assert linear > least
+        assert scores[-1] > linear - gap, "after 40 steps"
 
 
 def table(directory, split, text, label, columns=None):
@@ -98,16 +95,13 @@ def test_data_that_cannot_be_used_are_named(tmp_path):
         digits_data.digits(str(tmp_path))
     flags = write_tables(tmp_path)
     by_kind = ["--text", "first", "--label", "kind"]
-    assert_ends_with_one_line(
-        example.main, [*flags, "--task", "classification"], "no column 'label' among first, second, kind, score"
-    )
+    unlabelled = [*flags, "--task", "classification"]
+    assert_ends_with_one_line(example.main, unlabelled, "no column 'label' among first, second, kind, score")
     assert_ends_with_one_line(example.main, [*flags, "--task", "regression", *by_kind], "is not a number")
     (tmp_path / "train.tsv").write_text("first\tkind\nay\tcalm\nno\tgrim\n")
     (tmp_path / "dev.parquet").unlink()
-    for rows, words in (
-        ("ay\tcalm\nno\n", "row 1 lacks a text or its kind"),
-        ("ay\twild\n", "'wild' is not among those"),
-    ):
+    lacks, wild = "row 1 lacks a text or its kind", "'wild' is not among those"
+    for rows, words in (("ay\tcalm\nno\n", lacks), ("ay\twild\n", wild)):
         (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
         flags = ["--data", str(tmp_path), "--task", "classification", *by_kind]
         assert_ends_with_one_line(example.main, flags, words)
@@ -153,16 +147,10 @@ def roberta(classes, tmp_path_factory):
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
     tokenizer.save_pretrained(directory)
     config = models.RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        type_vocab_size=1,
-        initializer_range=0.1,
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=40, type_vocab_size=1, initializer_range=0.1,
         pad_token_id=tokenizer.pad_token_id,
-    )
+    )  # fmt: skip
     models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), directory)
     return directory
 

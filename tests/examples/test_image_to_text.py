@@ -51,9 +51,7 @@ def coco(tmp_path_factory):
 def test_it_learns_more_than_the_commonest_caption(run):
     scores, baseline = run[1]["BLEU"]
     assert len(scores) == 4
-    assert scores[-1] > baseline + 5, (
-        "after 400 steps, in which it learns how digits lie, and not yet which they are"
-    )
+    assert scores[-1] > baseline + 5, "after 400 steps it knows how digits lie, and not yet which they are"
     assert len((run[0] / "step-400.jsonl").read_text().splitlines()) == 400
     best = 100 * (1 + int(np.argmax(run[1]["BLEU"][0])))
     assert best in {info.step for info in rx.list_checkpoints(run[0] / "checkpoints")}

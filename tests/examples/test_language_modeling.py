@@ -24,20 +24,14 @@ TINY = ["--quick", "--length", "64"]
 # Text in the form of WikiText.
 
 LINES = [
-    "",
     "= {title} =",
-    "",
     "The {title} is a small boat , which sails on the @-@ wind , and <unk> in a storm . x = y",
-    "",
     "= = History = =",
-    "",
     "In 18{year} the {title} was built = so it is said = by a man of the sea .",
-    "",
     "= = = Early years = = =",
-    "",
     "It sailed to the north and to the south , and then it came back to the sea .",
 ]
-ARTICLE = "".join(f" {line} \n" for line in LINES)  # in the files a space stands before and after each
+ARTICLE = "".join(f"  \n {line} \n" for line in LINES)  # in the files a space stands before and after each
 
 
 def articles(begin, num):
@@ -68,14 +62,14 @@ def test_articles_are_read_whole_and_apart(tmp_path):
 
 
 def test_what_is_missing_in_a_directory_of_texts_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no train in it, as wiki\.train\.tokens, train\.txt or"):
-        text_data.articles(str(tmp_path))
-    (tmp_path / "train.txt").write_text("text")
-    with pytest.raises(ValueError, match="there is no valid or validation or test in it"):
-        text_data.articles(str(tmp_path))
-    text_tables.write(tmp_path / "valid.parquet", [{"line": "a"}])
-    with pytest.raises(ValueError, match="no column 'text' among line"):
-        text_data.articles(str(tmp_path))
+    for add, message in (
+        (lambda: None, r"there is no train in it, as wiki\.train\.tokens, train\.txt or"),
+        (lambda: (tmp_path / "train.txt").write_text("text"), "there is no valid or validation or test in it"),
+        (lambda: text_tables.write(tmp_path / "valid.parquet", [{"line": "a"}]), "no column 'text' among line"),
+    ):
+        add()
+        with pytest.raises(ValueError, match=message):
+            text_data.articles(str(tmp_path))
 
 
 # The runs.
@@ -100,8 +94,7 @@ def test_both_tasks_learn_more_than_a_bigram_and_leave_checkpoints(run):
     (before, *_, after), bigram = run[1]["code"]
     assert after < bigram - 0.1 < before - 1
     (before, *_, after), bigram = run[1]["instructions"]
-    assert after < bigram
-    assert after < before - 0.1
+    assert after < min(bigram, before - 0.1)
     for task in ("code", "instructions"):
         names = {file.name for file in (run[0] / task).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names

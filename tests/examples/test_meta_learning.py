@@ -62,9 +62,8 @@ def test_the_halves_of_a_task_have_the_same_classes_and_no_image_in_common():
     kinds = [np.full((4, 2, 2, 1), 10 * i) + np.arange(4).reshape(4, 1, 1, 1) for i in range(6)]
     args = types.SimpleNamespace(ways=3, shots=2)
     for named in (False, True):
-        batch = maml.collate_fn(
-            list(range(20)), draw=maml.few_images, seed=1, kinds=kinds, args=args, named=named
-        )
+        draw = {"draw": maml.few_images, "seed": 1, "kinds": kinds, "args": args, "named": named}
+        batch = maml.collate_fn(list(range(20)), **draw)
         assert batch["x"].shape == (20, 2, 6, 2, 2, 1)
         for images, y in zip(batch["x"], batch["y"]):
             x = np.rint((images[..., 0, 0, 0] + 1) * 128).astype(int)

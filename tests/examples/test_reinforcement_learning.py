@@ -126,16 +126,13 @@ def test_the_actor_and_the_critic_learn_each_from_their_own_term():
     batch = {name: random.normal(size=(16, 3)).astype(np.float32) for name in ("observation", "after")}
     batch["action"] = random.uniform(-1, 1, (16, 1)).astype(np.float32)
     batch |= {"reward": random.normal(size=16).astype(np.float32), "terminated": np.zeros(16, np.float32)}
-    both, error, value = (
-        rx.to_arrays(eqx.filter_jit(eqx.filter_grad(lambda model, f=f: f(model)))(model))
-        for f in (
-            lambda model: ddpg.loss_fn(model, batch, None)[0],
-            lambda model: ddpg.loss_fn(model, batch, None)[1]["error"],
-            lambda model: jnp.mean(
-                model.online.value(batch["observation"], model.online.act(batch["observation"]))
-            ),
-        )
+    seen = batch["observation"]
+    losses = (
+        lambda model: ddpg.loss_fn(model, batch, None)[0],
+        lambda model: ddpg.loss_fn(model, batch, None)[1]["error"],
+        lambda model: jnp.mean(model.online.value(seen, model.online.act(seen))),
     )
+    both, error, value = (rx.to_arrays(eqx.filter_jit(eqx.filter_grad(f))(model)) for f in losses)
     for path, gradient in both.items():
         if path.startswith("online.actor"):
             assert np.abs(gradient).max() > 0
@@ -178,7 +175,7 @@ def test_what_is_replayed_happened():
         replay.add(rollout)
     assert replay.num_seen == sum(int(rollout["weight"].sum()) for rollout in seen) < 54 * NUM_ENVS
     happened = {
-        tuple(np.concatenate([rollout["observation"][i, t], rollout["observation"][i, t + 1]]))
+        tuple(np.ravel(rollout["observation"][i, t : t + 2]))
         for rollout in seen
         for i, t in np.argwhere(rollout["weight"] > 0)
     }

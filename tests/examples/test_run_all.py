@@ -30,13 +30,10 @@ def test_of_many_runs_the_worst_last_number_counts():
 
 
 def test_the_page_has_every_example_and_what_is_stated_of_it():
-    rows = [
-        row for row in (run_all.HERE / "README.md").read_text("utf-8").splitlines() if row.startswith("| [")
-    ]
+    lines = (run_all.HERE / "README.md").read_text("utf-8").splitlines()
+    rows = [row for row in lines if row.startswith("| [")]
     for name, example in run_all.EXAMPLES.items():
-        own = [row.split(" | ") for row in rows if row.startswith(f"| [{name}](")]
-        *table, lines = own
-        assert [(cells[1], cells[2], cells[5]) for cells in table] == [
-            (what, measure, bound) for what, (measure, bound) in example.stated.items()
-        ]
-        assert len(lines) == 4
+        *table, last = [row.split(" | ") for row in rows if row.startswith(f"| [{name}](")]
+        stated = [(what, measure, bound) for what, (measure, bound) in example.stated.items()]
+        assert [(cells[1], cells[2], cells[5]) for cells in table] == stated
+        assert len(last) == 4

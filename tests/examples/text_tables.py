@@ -28,10 +28,8 @@ def write(file, rows):
     elif file.suffix == ".jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        style = (
-            {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if file.suffix == ".tsv" else {}
-        )
+        tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
         with file.open("w", newline="") as lines:
-            writer = csv.DictWriter(lines, rows[0], **style)
+            writer = csv.DictWriter(lines, rows[0], **(tabs if file.suffix == ".tsv" else {}))
             writer.writeheader()
             writer.writerows(rows)

@@ -31,12 +31,9 @@ def larger(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -113,7 +110,7 @@ def _llama(changes: dict[str, Any], **rope: Any) -> Reference:
     return _decoder("llama", **changes, rope_parameters={"rope_theta": 10000.0, **rope})
 
 
-_OPT = {"word_embed_proj_dim": 32}
+_OPT, _PLAIN = {"word_embed_proj_dim": 32}, {"enable_bias": False, "layer_norm_elementwise_affine": False}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 7}
 DECODERS = {
     "gpt2": _decoder("gpt2"),
@@ -123,18 +120,12 @@ DECODERS = {
     "gptj": _decoder("gptj"),
     "gpt_neox": _decoder("gpt_neox", rope_parameters={"rope_theta": 500.0}),
     "gpt_neox_in_turn": _decoder(
-        "gpt_neox",
-        use_parallel_residual=False,
-        attention_bias=False,
-        tie_word_embeddings=True,
+        "gpt_neox", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
         rope_parameters={"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
     ),
     "gemma2": _decoder("gemma2", **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
     "gemma3": _decoder(
-        "gemma3",
-        **_GEMMA,
-        final_logit_softcapping=None,
-        sliding_window_pattern=6,
+        "gemma3", **_GEMMA, final_logit_softcapping=None, sliding_window_pattern=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -145,14 +136,7 @@ DECODERS = {
     "qwen3_moe": _decoder("qwen3_moe", head_dim=12),
     "opt_125m": _decoder("opt_125m", **_OPT),
     "opt_350m": _of("opt_350m"),
-    "opt_bare": _decoder(
-        "opt_125m",
-        **_OPT,
-        enable_bias=False,
-        layer_norm_elementwise_affine=False,
-        tie_word_embeddings=False,
-        activation_function="gelu",
-    ),
+    "opt_bare": _decoder("opt_125m", **_OPT, **_PLAIN, tie_word_embeddings=False, activation_function="gelu"),
     "llama": _llama({"num_key_value_heads": 4}, rope_type="default", rope_theta=500.0),
     "llama_linear": _llama(  # with all that a LLaMA may have besides
         {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, rope_type="linear", factor=2.0
@@ -169,7 +153,7 @@ DECODERS = {
     "phi3": _decoder("phi3", attention_bias=False, sliding_window=7),
     "phi3_partial": _decoder("phi3", attention_bias=False, rope_parameters={"partial_rotary_factor": 0.75}),
     "smollm3": _decoder("smollm3"),
-}
+}  # fmt: skip
 
 _TO_TEXT = "AutoModelForSeq2SeqLM", ("text", "decoder")
 _TO_CAPTION = "VisionEncoderDecoderModel", ("image", "decoder"), ()
@@ -225,12 +209,8 @@ def _image(name: str, **changes: Any) -> ImageModel:
 
 
 _UNET = {"sample_size": 8, "norm_eps": 1e-2}
-_OTHER = {  # what neither Stable Diffusion 1 nor 2 has
-    "layers_per_block": 2,
-    "transformer_layers_per_block": 2,
-    "flip_sin_to_cos": False,
-    "freq_shift": 1,
-}
+# What neither Stable Diffusion 1 nor 2 has.
+_OTHER = {"layers_per_block": 2, "transformer_layers_per_block": 2, "flip_sin_to_cos": False, "freq_shift": 1}
 _BARE = {"use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False}
 IMAGE_MODELS = {
     # One number of heads, projections that are convolutions.

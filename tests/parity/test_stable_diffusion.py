@@ -33,9 +33,8 @@ def make_tokenizer():
     """Characters, inside of words and at their end."""
     letters = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
     tokens = [*letters, "<|startoftext|>", "<|endoftext|>"]
-    return transformers.CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=TEXT
-    )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +94,15 @@ def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
     assert found.shape == (2, 3, 16, 16)
     found = np.moveaxis(np.clip(np.asarray(found) / 2 + 0.5, 0, 1), 1, -1)
     np.testing.assert_allclose(found, expected, atol=2e-4)
-    np.testing.assert_array_less(
-        np.abs(models.to_uint8(2 * np.moveaxis(expected, -1, 1) - 1) / 255 - expected), 0.002
-    )
+    rounded = models.to_uint8(2 * np.moveaxis(expected, -1, 1) - 1) / 255
+    np.testing.assert_allclose(rounded, expected, atol=0.002)
 
 
 def assert_equal_there(one, other):
     for part in PARTS:
         assert_bit_equal(getattr(one, part), getattr(other, part))
-    entries = [dict(x.scheduler.config) for x in (one, other)]
-    assert {k: v for k, v in entries[0].items() if k[0] != "_"} == {
-        k: v for k, v in entries[1].items() if k[0] != "_"
-    }
+    ours, theirs = ({k: v for k, v in x.scheduler.config.items() if k[0] != "_"} for x in (one, other))
+    assert ours == theirs
     assert type(one.scheduler) is type(other.scheduler)
     assert one.tokenizer(TEXTS)["input_ids"] == other.tokenizer(TEXTS)["input_ids"]
 

@@ -110,9 +110,8 @@ def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
         return epochs_of(rx.Stream(torch.utils.data.DataLoader(range(NUM), batch_size=None, shuffle=True)))
 
     _, place = taken(make(), 3)[-1]
-    with pytest.raises(
-        ValueError, match=r"12 items of epoch 0 differ.*DataLoader\(shuffle=True\) needs a new gen"
-    ):
+    message = r"12 items of epoch 0 differ.*DataLoader\(shuffle=True\) needs a new gen"
+    with pytest.raises(ValueError, match=message):
         taken(make(), 1, place)
     ((batch, _),) = taken(make(), 1, place, verify=False)
     assert len(batch) == 4
