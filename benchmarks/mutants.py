@@ -37,7 +37,6 @@ TESTS = {
     ".": ["tests/test_tree.py", "tests/test_door.py", "tests/birth", "tests/step", "tests/sharding"],
     "_base": [
         "tests/test_tree.py",
-        "tests/test_notebook.py",
         "tests/test_door.py",
         "tests/traced",
         "tests/kept",

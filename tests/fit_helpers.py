@@ -79,6 +79,20 @@ class Collate:
         return collate(examples)
 
 
+class Normed(eqx.Module):
+    """A model with a state. Large enough that `tensor` and `fsdp` split it."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key: Any):
+        self.linear = eqx.nn.Linear(64, 128, key=key)
+        self.norm = eqx.nn.BatchNorm(128, "batch", mode="ema", momentum=0.9)
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        return self.norm(self.linear(x), state)
+
+
 def errors_of(model: Any, batch: Any) -> jax.Array:
     """The squared error of each example."""
     return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
@@ -222,11 +236,15 @@ def bits(tree: Any) -> list[bytes]:
     return [host(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+def paired(tree: Any, other: Any) -> list[tuple[Any, Any, Any]]:
+    """`(path, leaf, leaf of the other)`, as many of each."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other), strict=True)
+    return [(path, x, y) for (path, x), y in pairs]
+
+
 def assert_identical(tree: Any, other: Any) -> None:
     """Equal arrays, bit for bit, of the same shape and dtype."""
-    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
-    assert len(pairs) == len(others)
-    for (path, x), y in zip(pairs, others):
+    for path, x, y in paired(tree, other):
         assert (x.shape, x.dtype) == (y.shape, y.dtype), path
         assert host(x).tobytes() == host(y).tobytes(), path
 
@@ -289,9 +307,7 @@ def full_disk(num_bytes: int = 16) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def python(
-    script: str, *arguments: object, without: tuple[str, ...] = (), **options: Any
-) -> "subprocess.Popen[str]":
+def python(script: str, *arguments: object, without: Any = (), **options: Any) -> "subprocess.Popen[str]":
     """Starts a program that can import the modules of the tests, and has no variables `without`."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name not in without}

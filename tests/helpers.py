@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import MESHES, host
+from fit_helpers import MESHES, host, paired
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from quickstart import Transformer
 
 from redco_eqx import Mean, batch_sharding, explain, init_state, make_mesh, shard_rules, train_step
-from redco_eqx.types import Decision
 
 
 def in_long(*cases: Any) -> list[Any]:
     """Cases of a parametrised test that only `nox -s long` runs: they ask the same of more models or sizes."""
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.long) for x in cases]
+
+
+KEY = jax.random.key(0)
 
 
 def mesh_of(name: str) -> Mesh:
@@ -36,9 +38,7 @@ def abstract(make: Any) -> Any:
     return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
-def decide(
-    model: Any, mesh: Any, overrides: Any = (), loss_fn: Any = None, batch: Any = None
-) -> dict[str, Decision]:
+def decide(model: Any, mesh: Any, overrides: Any = (), loss_fn: Any = None, batch: Any = None) -> Any:
     """The decision for each array, by path."""
     return explain(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch).decisions
 
@@ -46,10 +46,11 @@ def decide(
 def place(model: Any, mesh: Mesh) -> tuple[Any, Any]:
     """`model` on `mesh` by the rules, on buffers of its own, and its layout. NumPy constants stay such."""
     shardings = shard_rules(model, mesh)
-    placed = jax.tree.map(
-        lambda x, s: jax.device_put(jnp.copy(x), s) if isinstance(x, jax.Array) else x, model, shardings
-    )
-    return placed, shardings
+
+    def put(x: Any, sharding: Any) -> Any:
+        return jax.device_put(jnp.copy(x), sharding) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(put, model, shardings), shardings
 
 
 class Stepped(NamedTuple):
@@ -70,20 +71,37 @@ def stepped(model: Any, batch: Any, mesh: Mesh, loss_fn: Any, optimizer: Any, **
     return Stepped(before, state, metrics, compiled)
 
 
+def compiled_step(loss_fn: Any, optimizer: Any, **options: Any) -> Any:
+    return jax.jit(partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options))
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves by the path that JAX spells."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
+
+
+def ratio(loss_fn: Any, name: str | None = None) -> Any:
+    """The loss (or a metric) as plain division of sums."""
+
+    def f(model: Any, batch: Any) -> Any:
+        loss, metrics = loss_fn(model, batch, None)
+        mean = loss if name is None else metrics[name]
+        return mean.total / mean.weight
+
+    return f
+
+
 def assert_same_layout(tree: Any, other: Any) -> None:
     """Each array of `tree` lies as the one of `other` does (however the spec is spelled)."""
-    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
-    assert len(pairs) == len(others)
-    for (path, x), y in zip(pairs, others):
+    for path, x, y in paired(tree, other):
         assert x.shape == y.shape, path
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (path, x.sharding, y.sharding)
 
 
 def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> None:
     """The same structure, and equal arrays to a tolerance."""
-    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
-    assert len(pairs) == len(others)
-    for (path, x), y in zip(pairs, others):
+    for path, x, y in paired(tree, other):
         np.testing.assert_allclose(host(x), host(y), rtol=rtol, atol=atol, err_msg=str(path))
 
 
@@ -111,37 +129,28 @@ def make_transformer(dtype: Any = jnp.float32, seed: int = 0) -> Transformer:
 def mlp_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """Rows of unequal weight, some of them 0."""
     rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 64)).astype(dtype),
-        "y": rng.normal(size=(size, 64)).astype(dtype),
-        "weight": rng.integers(0, 4, size).astype(dtype),
-    }
+    rows = {name: rng.normal(size=(size, 64)).astype(dtype) for name in ("x", "y")}
+    return {**rows, "weight": rng.integers(0, 4, size).astype(dtype)}
 
 
 def token_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        "tokens": rng.integers(0, 64, (size, 5)).astype(np.int32),
-        "weight": rng.integers(0, 3, (size, 4)).astype(dtype),
-    }
+    tokens = rng.integers(0, 64, (size, 5)).astype(np.int32)
+    return {"tokens": tokens, "weight": rng.integers(0, 3, (size, 4)).astype(dtype)}
 
 
 def squared_error(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
     """The weighted mean of squared errors, and of absolute ones."""
-    error = jax.vmap(model)(batch["x"]) - batch["y"]
-    weight = batch["weight"]
-    total = jnp.sum(weight * jnp.mean(error**2, axis=1))
-    return Mean(total, jnp.sum(weight)), {
-        "absolute": Mean(jnp.sum(weight * jnp.mean(jnp.abs(error), axis=1)), jnp.sum(weight))
-    }
+    error, weight = jax.vmap(model)(batch["x"]) - batch["y"], batch["weight"]
+    total, absolute = (jnp.sum(weight * jnp.mean(x, axis=1)) for x in (error**2, jnp.abs(error)))
+    return Mean(total, jnp.sum(weight)), {"absolute": Mean(absolute, jnp.sum(weight))}
 
 
 def cross_entropy(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
     """Next-token cross-entropy, weighted by token, and the share of hits."""
     tokens, weight = batch["tokens"], batch["weight"]
     logits = jax.vmap(model)(tokens[:, :-1])
-    logs = jax.nn.log_softmax(logits)
-    picked = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
     hits = jnp.argmax(logits, axis=-1) == tokens[:, 1:]
     count = jnp.sum(weight)
     return Mean(-jnp.sum(weight * picked), count), {"hits": Mean(jnp.sum(weight * hits), count)}

@@ -48,5 +48,4 @@ def test_three_threads_for_each_device_unless_the_environment_says_how_many():
 @pytest.mark.long
 def test_collectives_that_do_not_wait_for_one_another_do_not_hang():
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds=10"
-    found = printed(START + TRAINING, without=("PJRT_NPROC",), XLA_FLAGS=flag)
-    assert found.strip() == "trained"
+    assert printed(START + TRAINING, without=("PJRT_NPROC",), XLA_FLAGS=flag).strip() == "trained"

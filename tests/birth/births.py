@@ -1,6 +1,5 @@
 """Models to be born, for the tests of `init_model`; and a program, one of two processes that create some."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +14,7 @@ from redco_eqx._sharding.mesh import one_device_mesh
 LAYERS = 3
 
 
-def stacked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def stacked(make: Any) -> Any:
     return lambda key: eqx.filter_vmap(make)(jax.random.split(key, LAYERS))
 
 
@@ -44,7 +43,7 @@ def make_initialised(key: Any) -> dict[str, Array]:
 
 
 # Elementwise after their draw.
-SPREAD: dict[str, Callable[[Any], Any]] = {
+SPREAD: dict[str, Any] = {
     "block": lambda key: block(key=key),
     "block bfloat16 stacked": stacked(lambda key: block(dtype=jnp.bfloat16, key=key)),
     "initialisers stacked": stacked(make_initialised),
@@ -56,7 +55,7 @@ SPREAD: dict[str, Callable[[Any], Any]] = {
 
 
 def normalised(key: Any) -> Array:
-    weight = jax.random.normal(key, (64, 64))
+    weight = draw(key)
     return weight / jnp.linalg.norm(weight)
 
 
@@ -69,21 +68,21 @@ def mixed(key: Any) -> Array:
     return jnp.concatenate([parts[1], parts[0][::-1]]).reshape(32, 2, 64)
 
 
+def draw(key: Any) -> Array:
+    return jax.random.normal(key, (64, 64))
+
+
 orthogonal = jax.nn.initializers.orthogonal()
 
 # Not elementwise.
-OTHERS: dict[str, Callable[[Any], Any]] = {
+OTHERS: dict[str, Any] = {
     "orthogonal stacked": stacked(lambda key: orthogonal(key, (32, 64))),
     "normalised": normalised,
     "mixed": mixed,
     "one draw": lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 64, 64))),
-    "rbg": lambda key: jax.random.normal(rbg(key), (64, 64)),
-    "rbg stacked": lambda key: jax.vmap(lambda key: jax.random.normal(key, (64, 64)))(
-        jax.random.split(rbg(key), LAYERS)
-    ),
-    "loop": lambda key: jax.lax.map(
-        lambda key: jax.random.normal(key, (64, 64)), jax.random.split(key, LAYERS)
-    ),
+    "rbg": lambda key: draw(rbg(key)),
+    "rbg stacked": lambda key: jax.vmap(draw)(jax.random.split(rbg(key), LAYERS)),
+    "loop": lambda key: jax.lax.map(draw, jax.random.split(key, LAYERS)),
 }
 
 

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from fit_helpers import assert_identical, compilations, host
 from hosts import harness
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from redco_eqx import _birth as making
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
@@ -25,7 +23,7 @@ from redco_eqx.models._families.registry import FAMILIES, PARTS
 KEY = jax.random.key(7)
 
 
-def plan(make: Any, mesh: Any) -> tuple[list[tuple[str, Any, NamedSharding]], Any]:
+def plan(make: Any, mesh: Any) -> tuple[list[tuple[str, Any, jax.NamedSharding]], Any]:
     """For each leaf its path, how it is made, and its sharding; and the values that the programs read."""
     closed, arrays, static = making.trace_arrays(make, KEY)
     shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh)))
@@ -79,14 +77,13 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
 def test_every_family_is_made_shard_by_shard(name):
     """At its default sizes, its layers stacked where it has layers; only traced."""
     config, model = {**FAMILIES, **PARTS}[name]
-    is_stacked = name in FAMILIES
-    closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=is_stacked, key=key), KEY)
+    closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=name in FAMILIES, key=key), KEY)
     made, _ = making.births_of(closed, KEY)
     assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {"spread"}
 
 
 def test_the_measure_sees_what_is_whole():
-    sharding = NamedSharding(make_mesh(tensor=8), P("tensor"))
+    sharding = jax.NamedSharding(make_mesh(tensor=8), jax.P("tensor"))
     whole = jax.jit(lambda key: births.orthogonal(key, (64, 64)), out_shardings=sharding)
     assert largest(whole.lower(KEY).compile()) >= 64 * 64
 
@@ -136,7 +133,7 @@ def odd(key: Any) -> dict[str, Any]:
 
 def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh():
     mesh = helpers.mesh_of("2x2x2")
-    there = jax.device_put(KEY, NamedSharding(mesh, P()))
+    there = jax.device_put(KEY, jax.NamedSharding(mesh, jax.P()))
     for key, typed in ((KEY, KEY), (there, KEY), (jax.random.PRNGKey(0), jax.random.key(0))):
         born, model = init_model(odd, mesh, key=key), odd(typed)
         assert_identical(to_arrays(born), to_arrays(model))
@@ -155,8 +152,7 @@ def test_effects_keep_their_order():
             jax.debug.callback(lambda i=i: said.append(i), ordered=True)
         return layers
 
-    mesh = helpers.mesh_of("2x2x2")
-    born = init_model(make, mesh, key=KEY)
+    born = init_model(make, helpers.mesh_of("2x2x2"), key=KEY)
     jax.effects_barrier()
     assert said == [0, 1, 2]
     for x, y in zip(born, make(KEY)):
@@ -201,7 +197,6 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
 
 
 def test_two_processes(tmp_path):
-    processes = harness.start_loopback(
-        tmp_path, program=pathlib.Path(births.__file__), num_devices=2, JAX_ENABLE_X64=0
-    )
+    program = pathlib.Path(births.__file__)
+    processes = harness.start_loopback(tmp_path, program=program, num_devices=2, JAX_ENABLE_X64=0)
     assert processes.leave(120)[0] == [0, 0], processes.text()

@@ -17,8 +17,6 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import assert_same, bits, full_disk, printed, steps_in
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
@@ -38,11 +36,8 @@ def odd(seed: int) -> dict[str, Any]:
         "mask": np.array([0.0, -np.inf, np.nan], np.float32),
         "empty": np.zeros((0, 3), np.float32),
     }
-    return {
-        **jax.tree.map(jnp.asarray, arrays),
-        "keys": jax.random.split(jax.random.key(seed), 2),
-        "scale": 2.0,
-    }
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {**jax.tree.map(jnp.asarray, arrays), "keys": keys, "scale": 2.0}
 
 
 def is_weight(x: Any) -> bool:
@@ -51,8 +46,8 @@ def is_weight(x: Any) -> bool:
 
 def begin(model: Any, mesh: Any, optimizer: Any = ADAM, seed: int = 0, **arguments: Any) -> Any:
     def place(x: Any) -> Any:
-        spec = P("tensor", "fsdp") if is_weight(x) else P()
-        return jax.device_put(x, NamedSharding(mesh, spec)) if eqx.is_array(x) else x
+        spec = jax.P("tensor", "fsdp") if is_weight(x) else jax.P()
+        return jax.device_put(x, jax.NamedSharding(mesh, spec)) if eqx.is_array(x) else x
 
     placed = jax.tree.map(place, model)
     arguments = {"trainable": is_weight, **arguments}
@@ -102,17 +97,14 @@ def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
     normal = np.random.default_rng(0).normal(size=(16, 8))
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "uint8", "bool", "complex64")
     arrays = {dtype: normal[:8, :5].astype(jnp.dtype(dtype)) for dtype in dtypes}
-    assert digests({name: jnp.asarray(x) for name, x in arrays.items()}) == (
-        {name: expected_words(x) for name, x in arrays.items()},
-        [],
-    )
+    assert digests(jax.tree.map(jnp.asarray, arrays)) == (jax.tree.map(expected_words, arrays), [])
     mesh, x = rx.make_mesh(tensor=2, fsdp=2), normal.astype(np.float32)
-    specs = {str(spec): spec for spec in (P("tensor", "fsdp"), P(None, ("data", "fsdp")), P())}
-    found, _ = digests({name: jax.device_put(x, NamedSharding(mesh, spec)) for name, spec in specs.items()})
+    specs = {str(spec): spec for spec in (jax.P("tensor", "fsdp"), jax.P(None, ("data", "fsdp")), jax.P())}
+    found, _ = digests({name: jax.device_put(x, jax.NamedSharding(mesh, spec)) for name, spec in specs.items()})
     assert found == dict.fromkeys(specs, expected_words(x))
     # What is not finite is told.
     x[5, 5], y = np.nan, np.full(2, -np.inf, np.float32)
-    split = jax.device_put(x, NamedSharding(mesh, P("tensor", "fsdp")))
+    split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("tensor", "fsdp")))
     mixed: Any = {"good": normal.astype(np.float32), "nan": split, "inf": y}
     assert digests(mixed)[1] == ["nan", "inf"]
 
@@ -145,13 +137,12 @@ def test_names_do_not_say_what_is_trained(saved: Any) -> None:
     assert set(other.params) < set(state.params)
     found = rx.restore(directory, other, only="model")
     assert jax.tree.structure(found) == jax.tree.structure(other)
-    expected = {**state.params, **state.frozen}
     for path, x in {**found.params, **found.frozen}.items():
-        assert bits(x) == bits(expected[path]), path
+        assert bits(x) == bits({**state.params, **state.frozen}[path]), path
 
 
 def test_donation_right_after_an_asynchronous_save(tmp_path: pathlib.Path) -> None:
-    layout = NamedSharding(rx.make_mesh(tensor=8), P("tensor"))
+    layout = jax.NamedSharding(rx.make_mesh(tensor=8), jax.P("tensor"))
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
 
     def count(state: Any) -> Any:
@@ -167,11 +158,9 @@ def test_donation_right_after_an_asynchronous_save(tmp_path: pathlib.Path) -> No
             writer.save(state)
             for _ in range(3):
                 state = count(state)
-    expected = start()
-    for at in range(9):
-        if at % 3 == 0:
-            assert_same(rx.restore(tmp_path, start(), step=at), expected)
-        expected = count(expected)
+    for at in (0, 3, 6):
+        expected = dataclasses.replace(start(), params={"w": start().params["w"] + at}, step=jnp.int32(at))
+        assert_same(rx.restore(tmp_path, start(), step=at), expected)
 
 
 # The record
@@ -351,10 +340,8 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: str, tmp_path: pat
     with pytest.raises(rx.errors.CheckpointError, match="damaged"):
         rx.restore(tmp_path, state, step=2)
     damaged(1)
-    with (
-        pytest.warns(UserWarning, match=f"{tmp_path}/2"),
-        pytest.raises(rx.errors.CheckpointError, match="no checkpoint can be restored"),
-    ):
+    error = pytest.raises(rx.errors.CheckpointError, match="no checkpoint can be restored")
+    with pytest.warns(UserWarning, match=f"{tmp_path}/2"), error:
         rx.restore(tmp_path, state)
 
 
@@ -363,10 +350,7 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: str, tmp_path: pat
 
 def test_what_is_kept(tmp_path: pathlib.Path) -> None:
     losses = {1: 3.0, 2: float("nan"), 3: 1.0, 4: 2.0, 5: 1.0, 6: None}
-    cases: list[Any] = [
-        ("one", {"loss": "min"}, [3, 5, 6]),
-        ("two", {"loss": "min", "up": "max"}, [1, 3, 5, 6]),
-    ]
+    cases: Any = (("one", {"loss": "min"}, [3, 5, 6]), ("two", {"loss": "min", "up": "max"}, [1, 3, 5, 6]))
     for name, best, kept in cases:
         with rx.Checkpoints(tmp_path / name, keep_last=2, keep_best=best).open() as writer:
             for step, loss in losses.items():
@@ -416,12 +400,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
     assert rx.list_checkpoints(tmp_path) == []
 
 
-def test_wrong_arguments_of_the_writer(tmp_path: pathlib.Path) -> None:
-    wrong: list[Any] = [{"keep_last": 0}, {"keep_best": {"loss": "least"}}, {"keep_best": "loss"}]
-    for arguments in wrong:
-        with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
-            rx.Checkpoints(tmp_path / "new", **arguments).open()
-    assert not (tmp_path / "new").exists()
+def test_an_address_is_no_directory() -> None:
     with pytest.raises(ValueError, match="not a path of a file system"):
         rx.Checkpoints("gs://bucket/run").open()
 

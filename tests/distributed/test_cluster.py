@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import pathlib
 import re
 import socket
 import struct
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+import yaml
 from hosts import harness
 
 import redco_eqx as rx
@@ -26,7 +28,7 @@ def no_launcher(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def find(address=None, number=None, process=None, devices=None):
+def find(address=None, number=None, process=None, devices=None) -> Any:
     return find_launch(address, number, process, devices, 5)
 
 
@@ -49,7 +51,6 @@ def test_arguments_come_before_the_environment(monkeypatch):
     assert find(process=0) == Launch("b:2", 8, 0, (2, 3))
     assert find("[::1]:7", 2, 1, 4) == Launch("[::1]:7", 2, 1, (4,))
     launch = find("[::1]:7", 2, 1, [4, 5])
-    assert launch is not None
     assert (launch.place, launch.local_device_ids) == (("::1", 7), (4, 5))
 
 
@@ -88,16 +89,13 @@ def slurm(monkeypatch, *, process, local, num_nodes, nodes="n[0-1]", tasks=2):
 def test_slurm_shares_the_devices_of_a_node_between_its_tasks(monkeypatch):
     slurm(monkeypatch, process=1, local=0, num_nodes=2)
     launch = find()
-    assert launch is not None
     assert (launch.place[0], launch.num_processes, launch.process_id) == ("n0", 2, 1)
     assert launch.local_device_ids is None  # JAX would take device 0 alone
     assert find(devices=3) == Launch(launch.coordinator_address, 2, 1, (3,))
 
     slurm(monkeypatch, process=1, local=1, num_nodes=1, nodes="n0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    launch = find()
-    assert launch is not None
-    assert launch.local_device_ids == (4, 5, 6, 7)
+    assert find().local_device_ids == (4, 5, 6, 7)
 
 
 def test_one_task_of_slurm_is_one_process(monkeypatch):
@@ -199,13 +197,7 @@ def framed(value):
     return struct.pack("!i", len(text)) + text
 
 
-ANSWERS = [
-    b"HTTP/1.1 400 Bad Request\r\n",
-    b"\x00\x00\x12\x04",
-    b"\x00\x00\x00\x02{!",
-    framed({"error": "no"}),
-    b"",
-]
+ANSWERS = [b"HTTP/1.1 400 Bad\r\n", b"\x00\x00\x12\x04", b"\x00\x00\x00\x02{!", framed({"error": "no"}), b""]
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -255,3 +247,37 @@ def test_names_of_hosts_that_others_cannot_reach():
         check_addresses([good, bad])
     check_addresses([good, bad._replace(address="")])
     check_addresses([bad, bad._replace(process_id=0)])  # all on this host
+
+
+# The launch files of Kubernetes and SkyPilot: short, and with what `initialize_distributed` needs.
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "examples" / "launch"
+VARIABLES = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
+
+
+def read(name: str) -> Any:
+    text = (LAUNCH / name).read_text()
+    assert len(text.splitlines()) <= 30
+    return yaml.safe_load(text)
+
+
+def test_each_pod_of_the_jobset_is_one_process() -> None:
+    found = read("jobset.yaml")
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    [job] = found["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert set(variables) == VARIABLES
+    assert spec["parallelism"] == spec["completions"] == int(variables["JAX_NUM_PROCESSES"]["value"])
+    # The DNS name of a pod: <set>-<job>-<replica>-<index>.<set>
+    name = f"{found['metadata']['name']}-{job['name']}-0-0.{found['metadata']['name']}"
+    assert variables["JAX_COORDINATOR_ADDRESS"]["value"].partition(":")[0] == name
+    assert (LAUNCH.parents[1] / container["command"][1]).exists()
+
+
+def test_the_variables_of_skypilot_are_those_of_initialize_distributed() -> None:
+    found = read("skypilot.yaml")
+    assert set(found) <= {"name", "num_nodes", "resources", "workdir", "setup", "run", "envs", "file_mounts"}
+    assert all(variable in found["run"] for variable in VARIABLES)
+    assert (LAUNCH.parents[1] / found["run"].split()[-1]).exists()

@@ -47,9 +47,8 @@ ALL_MESHES = {**MESHES, "data4xtensor2": {"tensor": 2}}
 
 def start(**options: Any) -> subprocess.Popen[str]:
     text = json.dumps({name: str(x) if isinstance(x, pathlib.Path) else x for name, x in options.items()})
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(PROGRAM), text], stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
@@ -317,8 +316,7 @@ def main() -> None:
                 lost = 1
                 note = f"{type(error).__name__}: {error}"
         num_lost += lost
-        seconds = time.monotonic() - began
-        line = f"{name:<38}{survived + lost:>6}{survived:>10}{lost:>6}{seconds:>9.0f}  {note}"
+        line = f"{name:<38}{survived + lost:>6}{survived:>10}{lost:>6}{time.monotonic() - began:>9.0f}  {note}"
         print(line.rstrip(), flush=True)
     sys.exit(1 if num_lost else 0)
 

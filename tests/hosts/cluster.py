@@ -110,24 +110,13 @@ class Cluster:
 
     def run(self, *command, env=None, timeout=300):
         """Runs it to its end."""
-        return subprocess.run(
-            self.command(*command),
-            env={**(env or os.environ), **self.environment},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        environment = {**(env or os.environ), **self.environment}
+        options = {"capture_output": True, "text": True, "timeout": timeout, "check": False}
+        return subprocess.run(self.command(*command), env=environment, **options)
 
     def _run(self, command):
-        done = subprocess.run(
-            command,
-            env={**os.environ, **self.environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(command, env=environment, timeout=60, check=False, **pipes)
         if done.returncode:
             raise RuntimeError(f"{command[-3:]} ended with {done.returncode}: {done.stdout}")

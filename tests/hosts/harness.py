@@ -127,8 +127,7 @@ def results(out):
 
 def largest_difference(got, expected):
     """Between two structures of numbers, which must be alike otherwise."""
-    differences = jax.tree.map(lambda x, y: abs(x - y), got, expected)
-    return max(jax.tree.leaves(differences), default=0.0)
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: abs(x - y), got, expected)), default=0.0)
 
 
 def compare(found, expected):

@@ -22,14 +22,8 @@ import optax
 
 import redco_eqx as rx
 
-MESHES = {
-    "data": {},
-    "tensor4": {"tensor": 4},
-    "tensor8": {"tensor": 8},
-    "fsdp8": {"fsdp": 8},
-    "fsdp2tensor2": {"fsdp": 2, "tensor": 2},
-    "microbatches": {"tensor": 4},
-}
+MESHES = {"data": {}, "tensor4": {"tensor": 4}, "tensor8": {"tensor": 8}, "fsdp8": {"fsdp": 8}}
+MESHES |= {"fsdp2tensor2": {"fsdp": 2, "tensor": 2}, "microbatches": {"tensor": 4}}
 NUM_TRAIN, NUM_EVAL, NUM_PREDICT, BATCH_SIZE = 35, 29, 13, 8
 NUM_STEPS, SAVE_EVERY, FAULT_AT = 80, 7, 20
 LAST_BIAS = "layers.1.layers.2.bias"
@@ -80,8 +74,7 @@ def gather(state):
 
 def say(out, what, results=None):
     """Writes a file of this process, with its results."""
-    suffix = "" if results is None else ".json"
-    (out / f"{what}.{jax.process_index()}{suffix}").write_text(json.dumps(results))
+    (out / f"{what}.{jax.process_index()}{'' if results is None else '.json'}").write_text(json.dumps(results))
 
 
 def equal(out, names):
@@ -152,8 +145,7 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
             if differs == "drift":  # behind the back of `fit`
                 state.params[LAST_BIAS] = 1.5 * state.params[LAST_BIAS]
             if fault == "hook":
-                factor = 1.5 if differs == "hook" else 1.0
-                params = {path: x * factor for path, x in state.params.items()}
+                params = {path: x * (1.5 if differs == "hook" else 1.0) for path, x in state.params.items()}
                 return rx.Change(state=dataclasses.replace(state, params=params))
 
     options = {"hook": hook, "log_every": 10} if fault in ("hook", "drift") else {}
@@ -169,9 +161,8 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
 
 def main():
     out, what = pathlib.Path(sys.argv[1]), sys.argv[2]
-    rx.initialize_distributed(
-        timeout_seconds=int(os.environ.get("REDCO_TIMEOUT", 120)), heartbeat_timeout_seconds=10, leave_seconds=3
-    )
+    timeout = int(os.environ.get("REDCO_TIMEOUT", 120))
+    rx.initialize_distributed(timeout_seconds=timeout, heartbeat_timeout_seconds=10, leave_seconds=3)
     if what == "equal":
         equal(out, sys.argv[3:] or list(MESHES))
     else:

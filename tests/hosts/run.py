@@ -66,8 +66,7 @@ class Session:
             print(processes.text()[-3000:])
             row(part, what, f"exit codes {codes}", False)
             return
-        worst = harness.compare(harness.results(out), self.expected(names))
-        for name, difference in worst.items():
+        for name, difference in harness.compare(harness.results(out), self.expected(names)).items():
             row(part, f"{what}: {name}", f"differs by {difference:.0e}", difference < TOLERANCE)
 
 
@@ -149,8 +148,7 @@ def slurm(session):
             command = slurm.command("srun", *options, sys.executable, harness.PROGRAM, out, "equal", *SOME)
             env = {**harness.environment(num_devices=4), **slurm.environment}
             processes = harness.start([command], [env], out)
-            what = f"srun {' '.join(options)} ({version})"
-            session.check_equal("slurm", what, processes, out, SOME)
+            session.check_equal("slurm", f"srun {' '.join(options)} ({version})", processes, out, SOME)
         log = session.directory() / "log"
         env = {**harness.environment(num_devices=2), "PYTHON": sys.executable, "SCRIPT": str(TRAIN)}
         script = TRAIN.with_name("slurm.sh")

@@ -1,8 +1,8 @@
-"""Steps under plain `jit`, `scan`, `vmap` and `grad`, with no filter of Equinox, and under a set mesh."""
+"""Steps under plain `jit`, `scan`, `vmap` and `grad`, under a set mesh, and of a batch from anywhere."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,21 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import KEY
 from fit_helpers import compilations, host
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from helpers import KEY, mlp_batch, squared_error
 
 import redco_eqx as rx
-from redco_eqx import Mean, eval_step, init_state, models, train_step
+from redco_eqx import models
+from redco_eqx.errors import ShardingWarning
 
 
 class Odd(eqx.Module):
     """Holds a lambda, a partial and tied weights."""
 
     shared: Any
-    activation: Callable[[Any], Any]
-    gate: Callable[[Any], Any]
+    activation: Any
+    gate: Any
     count: Any
 
     def __init__(self, seed: int):
@@ -43,24 +42,19 @@ class Odd(eqx.Module):
         return head(self.gate(self.activation(embedding(token))))
 
 
-def odd_loss(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Any]]:
-    logits = jax.vmap(model)(batch["tokens"])
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+def odd_loss(model: Any, batch: Any, key: Any) -> tuple[rx.Mean, dict[str, Any]]:
+    loss = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch["tokens"]), batch["labels"])
     noise = jax.random.normal(key)
-    return Mean(jnp.sum(loss) + 0.1 * noise, len(loss)), {"noise": noise}
+    return rx.Mean(jnp.sum(loss) + 0.1 * noise, len(loss)), {"noise": noise}
 
 
 ADAM = optax.adam(0.1)
-STEP = partial(train_step, loss_fn=odd_loss, optimizer=ADAM)
-BATCHES = [
-    {name: np.random.default_rng([i, seed]).integers(0, 5, 8) for i, name in enumerate(("tokens", "labels"))}
-    for seed in range(3)
-]
-STACKED = jax.tree.map(lambda *xs: np.stack(xs), *BATCHES)
+STEP = partial(rx.train_step, loss_fn=odd_loss, optimizer=ADAM)
+STACKED = {name: np.random.default_rng(i).integers(0, 5, (3, 8)) for i, name in enumerate(("tokens", "labels"))}
 
 
 def odd_state(seed: int = 0) -> Any:
-    return init_state(Odd(seed), ADAM, key=jax.random.key(seed))
+    return rx.init_state(Odd(seed), ADAM, key=jax.random.key(seed))
 
 
 def test_vmap_over_an_ensemble_equals_each_alone():
@@ -70,7 +64,8 @@ def test_vmap_over_an_ensemble_equals_each_alone():
     alone: Any = jax.jit(STEP)
     ensemble, metrics = together(*together(stacked, STACKED)[:1], STACKED)
     for seed in range(3):
-        expected = alone(alone(odd_state(seed), BATCHES[seed])[0], BATCHES[seed])
+        batch = {name: x[seed] for name, x in STACKED.items()}
+        expected = alone(alone(odd_state(seed), batch)[0], batch)
         found = jax.tree.map(lambda x, seed=seed: x[seed], (ensemble, metrics))
         helpers.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert alone._cache_size() == 1
@@ -80,7 +75,7 @@ def quadratic_loss(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(jnp.tanh(batch @ model["w"]) ** 2) + 0.1 * jnp.sum(model["w"] ** 4)
 
 
-def assert_slope(f: Callable[[Any], Any], x: float, slope: Any, *, step: float, rtol: float) -> None:
+def assert_slope(f: Any, x: float, slope: Any, *, step: float, rtol: float) -> None:
     """Compares with central differences in float64, which have an error of step^2."""
     assert abs(slope) > 1e-3
     np.testing.assert_allclose(slope, float(f(x + step) - f(x - step)) / (2 * step), rtol=rtol)
@@ -96,14 +91,14 @@ def test_gradient_through_steps_by_the_learning_rate(how, num_microbatches):
 
         def after(rate):
             optimizer = make(rate) if how == "closed over" else optax.inject_hyperparams(make)(0.1)
-            state = init_state(w, optimizer, key=KEY)
+            state = rx.init_state(w, optimizer, key=KEY)
             if how != "closed over":
                 hyperparams = {**state.opt_state.hyperparams, "learning_rate": jnp.asarray(rate)}
                 state = dataclasses.replace(state, opt_state=state.opt_state._replace(hyperparams=hyperparams))
-            step = partial(train_step, loss_fn=quadratic_loss, optimizer=optimizer)
+            step = partial(rx.train_step, loss_fn=quadratic_loss, optimizer=optimizer)
             for _ in range(2):
                 state, _ = step(state, batch, num_microbatches=num_microbatches)
-            return eval_step(state, batch, loss_fn=quadratic_loss)["loss"].value
+            return rx.eval_step(state, batch, loss_fn=quadratic_loss)["loss"].value
 
         slope = jax.jit(jax.grad(after))(0.05)
         assert_slope(jax.jit(after), 0.05, slope, step=1e-5, rtol=1e-6)
@@ -143,8 +138,7 @@ def begin(mesh: Any) -> Any:
 
 def briefly(mesh: Any, directory: Any) -> dict[str, Any]:
     """Return the results of the functions that place, compile and read, by name."""
-    step = rx.jit_step(partial(rx.train_step, **COMPUTED), donate=False)
-    return {"jit_step": step(begin(mesh), BATCH)}
+    return {"jit_step": rx.jit_step(partial(rx.train_step, **COMPUTED), donate=False)(begin(mesh), BATCH)}
 
 
 def everything(mesh: Any, directory: Any) -> dict[str, Any]:
@@ -195,10 +189,9 @@ def test_a_mesh_that_is_set_changes_nothing(tmp_path):
             assert jax.sharding.get_mesh() == outer
         assert found.keys() == expected.keys()
         for function in found:
-            what = f"{function} under {name}"
             for x, y in zip(jax.tree.leaves(found[function]), jax.tree.leaves(expected[function]), strict=True):
                 pair = [host(z) if isinstance(z, jax.Array) else z for z in (x, y)]
-                np.testing.assert_array_equal(*pair, err_msg=what)
+                np.testing.assert_array_equal(*pair, err_msg=f"{function} under {name}")
 
 
 def test_steps_under_a_jit_of_ones_own_say_what_to_do():
@@ -212,7 +205,7 @@ def test_steps_under_a_jit_of_ones_own_say_what_to_do():
 
 def test_a_loss_may_name_the_axes_of_the_mesh_that_is_set():
     mesh = rx.make_mesh(tensor=4)
-    named = partial(loss_fn, spec=P("data", "tensor"))
+    named = partial(loss_fn, spec=jax.P("data", "tensor"))
     state = begin(mesh)
     row = rx.evaluate(state, EXAMPLES, loss_fn=loss_fn, **PIPELINE)
     with jax.set_mesh(mesh):
@@ -235,14 +228,163 @@ def test_models_generate_and_their_layers_communicate():
 
 def test_inside_a_shard_map_nothing_changes():
     mesh, model = rx.make_mesh(), make_model(KEY)
-    state = jax.device_put(rx.init_state(model, key=KEY), NamedSharding(mesh, P()))
+    state = jax.device_put(rx.init_state(model, key=KEY), jax.NamedSharding(mesh, jax.P()))
 
     def each(state: Any, x: Any) -> Any:
         return rx.eval_step(state, {"x": x, "y": x}, loss_fn=loss_fn)["loss"].value[None]
 
-    specs: Any = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    specs: Any = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
     with jax.set_mesh(mesh):
         found = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=False, **specs))(state, BATCH["x"])
     model = jax.device_get(model)
     expected = [np.mean((np.tanh(x @ model["up"]) @ model["down"] - x) ** 2) for x in BATCH["x"]]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+# A batch is computed in parts, wherever it comes from: at the operations and bytes of one that is placed.
+
+OPTIMIZER = optax.sgd(0.1)
+
+
+def outputs_of(model: Any, batch: Any, key: Any) -> Any:
+    return jax.vmap(model)(batch["x"])
+
+
+@functools.cache
+def subject(name: str) -> Any:
+    """A mesh, a state on it, and steps, with a layout or without."""
+    mesh = helpers.mesh_of(name)
+    model, shardings = helpers.place(helpers.make_mlp(), mesh)
+    train = partial(rx.train_step, optimizer=OPTIMIZER, loss_fn=squared_error)
+    steps = {
+        "train_step": partial(train, shardings=shardings),
+        "of microbatches": partial(train, num_microbatches=2),
+        "eval_step": partial(rx.eval_step, loss_fn=squared_error),
+        "predict_step": partial(rx.predict_step, predict_fn=outputs_of, shardings=shardings),
+    }
+    return mesh, rx.init_state(model, OPTIMIZER, key=KEY), steps
+
+
+def cost(function: Any, *arguments: Any, mesh: Any) -> tuple[float, dict[Any, int], Any]:
+    """Operations of a device, bytes that are sent over which axes, and the program, under plain `jit`."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    analysis: Any = compiled.cost_analysis()
+    sent = {axes: x.sent_bytes for axes, x in rx.communication(compiled, mesh).by_axes.items()}
+    return analysis["flops"], sent, compiled
+
+
+@functools.cache
+def alone(name: str) -> tuple[float, dict[Any, int], Any]:
+    """The cost of one rx.train_step of a batch that is placed."""
+    mesh, state, steps = subject(name)
+    return cost(steps["train_step"], state, jax.device_put(mlp_batch(0), rx.batch_sharding(mesh)), mesh=mesh)
+
+
+def test_a_batch_that_is_not_placed_costs_what_one_does_that_is():
+    mesh, state, steps = subject("2x2x2")
+    batch = mlp_batch(0)
+    placed = jax.device_put(batch, rx.batch_sharding(mesh))
+    for what, step in steps.items():
+        flops, sent, _ = cost(step, state, batch, mesh=mesh)
+        wanted = alone("2x2x2") if what == "train_step" else cost(step, state, placed, mesh=mesh)
+        assert flops == pytest.approx(wanted[0], rel=0.01), what
+        assert sent == wanted[1], what
+
+
+def test_rows_that_are_taken_inside_of_a_scan_are_split_too():
+    mesh, state, steps = subject("2x2x2")
+    data = jax.tree.map(jnp.asarray, mlp_batch(0, 48))
+    step, one = steps["train_step"], alone("2x2x2")
+
+    def epoch(state: Any, rows: Any) -> Any:
+        return jax.lax.scan(lambda state, rows: step(state, jax.tree.map(lambda x: x[rows], data)), state, rows)
+
+    rows = np.random.default_rng(0).permutation(48).reshape(3, 16)
+    flops, sent, compiled = cost(epoch, state, rows, mesh=mesh)
+    assert flops < 1.2 * one[0]  # a body of a scan is counted once; the rest takes the rows
+    assert any("data" in axes for axes in sent)
+    found, _ = compiled(state, rows)
+    helpers.assert_same_layout(found.params, state.params)
+    for taken in rows:
+        batch = jax.tree.map(lambda x, taken=taken: np.asarray(x)[taken], data)
+        state, _ = one[2](state, jax.device_put(batch, rx.batch_sharding(mesh)))
+    helpers.assert_close(found.params, state.params, rtol=1e-5, atol=1e-6)
+
+
+def test_members_under_vmap_are_each_computed_in_parts_and_stay_split():
+    mesh, state, steps = subject("2x2x2")
+    states = [state, dataclasses.replace(state, params={path: 2 * x for path, x in state.params.items()})]
+    members = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+    batches = [mlp_batch(seed) for seed in range(2)]
+    data = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    flops, sent, compiled = cost(jax.vmap(steps["train_step"]), members, data, mesh=mesh)
+    one = alone("2x2x2")
+    assert flops < 2.2 * one[0]
+    assert any("data" in axes for axes in sent)
+    together, _ = compiled(members, data)
+    assert not together.params["layers.0.weight"].is_fully_replicated
+    for i in range(2):
+        expected, _ = one[2](states[i], jax.device_put(batches[i], rx.batch_sharding(mesh)))
+        found = {path: x[i] for path, x in together.params.items()}
+        helpers.assert_close(found, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_what_spmd_axis_name_says_of_an_axis_comes_first():
+    """Clients that are laid over `data` train without a word to each other."""
+    mesh, state, steps = subject("data8")
+
+    def train(key: Any, batches: Any) -> Any:
+        return jax.lax.scan(steps["train_step"], dataclasses.replace(state, key=key), batches)[0].params
+
+    batches = jax.tree.map(lambda x: x.reshape(8, 2, 8, *x.shape[1:]), mlp_batch(0, 128))
+    flops, sent, _ = cost(jax.vmap(train, spmd_axis_name="data"), jax.random.split(KEY, 8), batches, mesh=mesh)
+    one, _, _ = cost(train, KEY, jax.tree.map(lambda x: x[0], batches), mesh=mesh)
+    assert flops < 8 * one  # `one` is split over eight
+    assert ("data",) not in sent
+
+
+def test_other_dims_stay_as_they_were_placed():
+    mesh = rx.make_mesh(tensor=4)
+    state = rx.init_state({"w": jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P()))}, key=KEY)
+    tokens = jax.device_put(np.ones((4, 16, 8), np.float32), jax.NamedSharding(mesh, jax.P("data", "tensor")))
+    step = partial(rx.predict_step, predict_fn=lambda model, batch, key: jnp.tanh(batch @ model["w"]))
+    _, sent, compiled = cost(step, state, tokens, mesh=mesh)
+    assert not sent
+    assert compiled.output_shardings.is_equivalent_to(tokens.sharding, tokens.ndim)
+
+
+def test_gradients_and_keys_pass_through():
+    _, state, steps = subject("data8")
+    batch = mlp_batch(0)
+
+    def loss(x: Any) -> Any:
+        return steps["eval_step"](state, {**batch, "x": x})["loss"].value
+
+    def plain(x: Any) -> Any:
+        return squared_error(helpers.make_mlp(), {**batch, "x": x}, None)[0].value
+
+    def derivatives(f: Any) -> Any:
+        return jax.jit(lambda x: (jax.grad(f)(x), jax.jvp(f, (x,), (jnp.ones_like(x),))[1]))(batch["x"])
+
+    helpers.assert_close(derivatives(loss), derivatives(plain), rtol=1e-4, atol=1e-6)
+
+    def normals(model: Any, batch: Any, key: Any) -> Any:
+        return jax.vmap(jax.random.normal)(batch["keys"]) * batch["scale"]
+
+    keys = {"keys": jax.random.split(KEY, 16), "scale": jnp.float32(2)}
+    drawn = jax.jit(partial(rx.predict_step, predict_fn=normals))(state, keys)
+    np.testing.assert_array_equal(drawn, 2 * jax.vmap(jax.random.normal)(keys["keys"]))
+
+
+def test_rows_that_do_not_divide_are_warned_of_and_a_tail_is_not():
+    _, state, steps = subject("data8")
+    for step in (steps["train_step"], steps["eval_step"]):
+        with pytest.warns(ShardingWarning, match="weight has 12 rows, .* not divide evenly over 8") as seen:
+            jax.jit(step).lower(state, mlp_batch(0, 12))
+        assert len(seen) == 1
+        for size in (16, 3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                jax.jit(step).lower(state, mlp_batch(0, size))
+    with pytest.warns(ShardingWarning, match="8 data shards"):  # 8 rows, in 2 microbatches of 4
+        jax.jit(steps["of microbatches"]).lower(state, mlp_batch(0, 24))

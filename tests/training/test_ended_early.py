@@ -152,10 +152,10 @@ def infinite_gradient(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(tiny.errors_of(model, batch)) + jnp.mean(jnp.sqrt(batch["flag"] + zero))
 
 
-@pytest.mark.parametrize(
-    ("loss", "value", "log_every"),
-    [(tiny.loss_fn, np.nan, 1), (tiny.loss_fn, np.inf, 100), (infinite_gradient, 0, 100)],
-)
+CASES = [(tiny.loss_fn, np.nan, 1), (tiny.loss_fn, np.inf, 100), (infinite_gradient, 0, 100)]
+
+
+@pytest.mark.parametrize(("loss", "value", "log_every"), CASES)
 def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(loss: Any, value: Any, log_every: int) -> None:
     """And is found before an evaluation after it."""
     examples, step = tiny.spoiled(value)
@@ -217,9 +217,8 @@ def test_a_nan_raises_from_its_line_with_the_last_good_state() -> None:
 @pytest.mark.parametrize("num_steps", [1, 3])  # found at the row of the log, and in the next step
 def test_an_update_that_is_not_finite_names_the_parameters(num_steps: int) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 0, jnp.nan, 0.05))
-    with pytest.raises(
-        rx.errors.NonFiniteError, match=r"before step 1 .*layers\.0\.bias.*checkpoint"
-    ) as caught:
+    message = r"before step 1 .*layers\.0\.bias.*checkpoint"
+    with pytest.raises(rx.errors.NonFiniteError, match=message) as caught:
         fit(tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps)
     assert int(caught.value.state.step) == caught.value.step == 1
 
@@ -256,27 +255,21 @@ def by_optax(model: Any, batch: Any, key: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ model["table"].T, batch["labels"]).mean()
 
 
-@pytest.mark.parametrize(
-    ("mesh", "loss", "name", "value"),
-    [
-        ("2x2x2", by_layers, "ids", 99),
-        ("2x2x2", by_layers, "labels", -7),
-        ("one", by_optax, "ids", -17),
-        ("one", by_optax, "labels", 16),
-    ],
-)
-def test_an_index_outside_is_named(mesh: str, loss: Any, name: str, value: int) -> None:
+OUTSIDE = [(by_layers, "ids", 99), (by_layers, "labels", -7), (by_optax, "ids", -17), (by_optax, "labels", 16)]
+
+
+@pytest.mark.parametrize(("loss", "name", "value"), OUTSIDE)
+def test_an_index_outside_is_named(loss: Any, name: str, value: int) -> None:
     """However late the metrics are read, and in a stream too."""
     rng = np.random.default_rng(0)
     examples = [{x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")} for _ in range(80)]
     examples[18][name][2] = value  # row 2 of step 2
-    model = rx.init_model(make_table, rx.make_mesh(**MESHES[mesh]), key=jax.random.key(0))
+    mesh = rx.make_mesh(**MESHES["one" if loss is by_optax else "2x2x2"])
+    model = rx.init_model(make_table, mesh, key=jax.random.key(0))
     state = rx.init_state(model, SGD, key=jax.random.key(1))
     # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
     line = r"test_ended_early.py:\d+ \(" if loss is by_optax and name == "ids" else ""
-    expected = (
-        rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
-    )
+    expected = rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 .*{line}"
     for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
         with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:
             fit(state, given, loss_fn=loss, num_steps=10, batch_size=8, donate=False)

@@ -1,8 +1,11 @@
-"""`evaluate`, `predict` and the evaluations of `fit`: every example once, by a model that stays as it is."""
+"""`evaluate`, `predict`, the evaluations of `fit`, and a hook within it."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
+import types
 from typing import Any
 
 import equinox as eqx
@@ -10,8 +13,10 @@ import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from fit_helpers import EXAMPLES, MESHES, Rows, assert_same, compilations, counted, linear_state
+from fit_helpers import EXAMPLES, Rows, assert_same, compilations, counted, fit
+from helpers import assert_close, assert_same_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +36,8 @@ def make_state(mesh: Any) -> Any:
     return rx.init_state(eqx.filter_shard(model, rx.shard_rules(model, mesh)), key=jax.random.key(1))
 
 
-STATES = {name: make_state(rx.make_mesh(**sizes)) for name, sizes in MESHES.items()}
-SHARDS = {name: num_batch_shards(rx.make_mesh(**sizes)) for name, sizes in MESHES.items()}
+STATES = {name: make_state(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()}
+SHARDS = {name: num_batch_shards(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()}
 
 
 def collate(examples: Any) -> dict[str, np.ndarray]:
@@ -64,7 +69,7 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
 
 @st.composite
 def cases(draw: Any) -> tuple[str, int, int]:
-    mesh = draw(st.sampled_from(sorted(MESHES)))
+    mesh = draw(st.sampled_from(sorted(tiny.MESHES)))
     batch_size = SHARDS[mesh] * draw(st.integers(1, 40 // SHARDS[mesh]))
     return mesh, draw(st.integers(1, 40)), batch_size
 
@@ -95,8 +100,7 @@ def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
         return rx.Mean(total, 1.0), {"count": rx.Mean(len(values), 1.0), "nothing": rx.Mean(total * 0, 0.0)}
 
     for n in (1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD):
-        expected = {"loss": VALUES[:n].sum() / n, "count": 1.0, "nothing": 0.0}
-        assert evaluated(range(n), sums_fn, 1) == expected
+        assert evaluated(range(n), sums_fn, 1) == {"loss": VALUES[:n].sum() / n, "count": 1.0, "nothing": 0.0}
         assert tiny.no_threads_left()
 
 
@@ -219,20 +223,12 @@ def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once()
     def fresh_loss(model: Any, batch: Any, key: Any) -> Any:
         return jnp.mean(tiny.errors_of(model, batch))
 
-    def fresh_predict(model: Any, batch: Any, key: Any) -> Any:
-        return jax.vmap(model)(batch["x"])
-
-    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=fresh_predict)
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=lambda *x: tiny.predict_fn(*x))
     with compilations() as compiled:
         found = tiny.fit(loss_fn=fresh_loss, num_epochs=3, evaluation=evaluation)
     assert compiled.count(tiny.STEP) == 2
     assert compiled.count(tiny.BODY) == 1
     assert_same(found, tiny.state_after(15, loss_fn=fresh_loss))
-
-
-class Odd:
-    def __repr__(self) -> str:
-        return "<an odd thing>"
 
 
 class Broken:
@@ -256,17 +252,17 @@ def written(extras: list[Any], directory: pathlib.Path) -> tuple[list[Any], list
 def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
-    extras: list[Any] = [Odd(), "Grüße", {("a", 1): 2}, {np.int64(3): b"x"}, "half \ud800 pair", loop]
+    odd, deep = types.SimpleNamespace(odd=1), {np.int64(3): b"x"}
+    extras: list[Any] = [odd, "Grüße", {("a", 1): 2}, deep, "half \ud800 pair", loop]
     directory = tmp_path / "deep" / "predictions"
     examples, predictions = written(extras, directory)
     assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
     text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     assert "Grüße" in text
-    assert [line["prediction"] for line in lines] == [
-        {"id": int(p["id"]), "out": p["out"].tolist()} for p in predictions
-    ]
-    for i, extra in ((0, "<an odd thing>"), (1, "Grüße"), (4, "half \ud800 pair")):
+    expected = [{"id": int(p["id"]), "out": p["out"].tolist()} for p in predictions]
+    assert [line["prediction"] for line in lines] == expected
+    for i, extra in ((0, "namespace(odd=1)"), (1, "Grüße"), (4, "half \ud800 pair")):
         found = lines[i]["example"]
         assert (found["id"], found["x"], found["extra"]) == (i, EXAMPLES[i]["x"].tolist(), extra)
     for i in (2, 3, 5):  # what JSON cannot hold at all is there by its repr
@@ -280,7 +276,7 @@ def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path)
 
 
 def test_what_is_broken_fails_before_training() -> None:
-    state = linear_state()
+    state = tiny.linear_state()
     for name in ("predict_fn", "metric_fn", "loss_fn"):
         right = {"predict_fn": tiny.predict_fn, "metric_fn": Metric(), "loss_fn": tiny.loss_fn}
         evaluation: Any = rx.Evaluation(EXAMPLES, **{**right, name: lambda *_: tiny.fail()})
@@ -288,4 +284,135 @@ def test_what_is_broken_fails_before_training() -> None:
             tiny.fit(state, num_epochs=1, evaluation=evaluation)
         assert tiny.BODY not in compiled
         assert any("the evaluation" in note for note in caught.value.__notes__)
-    assert_same(state, linear_state())  # and the state is still there
+    assert_same(state, tiny.linear_state())  # and the state is still there
+
+
+# A hook within `fit`: when it is called, what it may change, and that a resumed run is exact with it
+
+by_fives = functools.partial(tiny.counted, log_every=5)
+
+
+class Calls:
+    """A hook that notes how it was called."""
+
+    def __init__(self, *changes: Any):
+        self.calls: list[tuple[int, dict[str, float]]] = []
+        self._changes = list(changes)
+
+    def __call__(self, run: Any, row: Any, state: Any) -> Any:
+        assert int(jnp.copy(state.step)) == run.step
+        self.calls.append((run.step, dict(row)))
+        return self._changes.pop(0) if self._changes else None
+
+
+def changing(**changed: Any) -> Any:
+    """A hook that gives fields of the state other values, or those that functions of the state return."""
+
+    def hook(run: Any, row: Any, state: Any) -> Any:
+        new = {name: x(state) if callable(x) else x for name, x in changed.items()}
+        return rx.Change(state=dataclasses.replace(state, **new))
+
+    return hook
+
+
+def halved(state: Any) -> Any:
+    return jax.tree.map(lambda x: x / 2, state.params)
+
+
+def test_it_is_called_after_each_row_and_each_evaluation_with_what_was_logged() -> None:
+    rows, hook = Rows(), Calls()
+    by_fives(hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=4))
+    logged = tiny.without_times(rows.rows)
+    assert hook.calls == [(step, {k: x for k, x in row.items() if k != "train/epoch"}) for step, row in logged]
+    found = " ".join(f"{step} {next(iter(row)).partition('/')[0]}" for step, row in hook.calls)
+    assert found == "4 train 4 eval 5 train 8 train 8 eval 10 train 12 train 12 eval"
+
+
+def test_a_hook_that_changes_nothing_changes_nothing() -> None:
+    assert_same(fit(num_steps=7, log_every=2, hook=Calls(None, rx.Change(), None)), fit(num_steps=7))
+
+
+def test_a_run_that_a_hook_ends_is_a_whole_run() -> None:
+    """With a last evaluation, and the state as its result."""
+    rows, hook = Rows(), Calls(None, rx.Change(stop=True))
+    state = by_fives(hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=100))
+    tiny.assert_counted(state, 10)
+    assert [step for step, _ in rows.rows] == [step for step, _ in hook.calls] == [5, 10, 10]
+
+
+def test_a_changed_state_is_gone_on_with() -> None:
+    """Equal to the loop by hand, from a state that is halved after every second step."""
+    state: Any = tiny.mlp_state()
+    examples = tiny.make_examples(22, dim=8)
+    step = jax.jit(functools.partial(rx.train_step, loss_fn=tiny.loss_fn, optimizer=tiny.SGD))
+    loop = tiny.hand_loop(state, examples)
+    for i in range(1, 7):
+        state = step(state, next(loop)[2])[0]
+        state = dataclasses.replace(state, params=halved(state)) if i % 2 == 0 else state
+    found = fit(tiny.mlp_state(), examples, num_steps=6, log_every=2, hook=changing(params=halved))
+    assert_close(found.params, state.params, rtol=1e-5)
+    assert_same_layout(found, tiny.mlp_state())
+
+
+def test_an_array_may_stand_twice_in_what_a_hook_returns_and_be_kept() -> None:
+    """The next step takes over what it is given, so it must have been given copies."""
+    kept = []
+
+    def new(state: Any) -> Any:
+        kept.append({"bias": jnp.ones(2), "weight": jnp.ones((2, 2))})
+        return kept[-1]
+
+    state = by_fives(hook=changing(params=new), num_steps=4, log_every=2)
+    assert_same(state.params, {"bias": jnp.ones(2), "weight": jnp.ones((2, 2))})
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
+
+    def shared(state: Any) -> Any:
+        return state.opt_state[0]._replace(trace=state.params), *state.opt_state[1:]
+
+    moved = optax.sgd(0.1, momentum=0.9)
+    hook = changing(opt_state=shared)
+    state = fit(tiny.linear_state(moved), optimizer=moved, num_steps=4, log_every=2, hook=hook)
+    assert_same(state.opt_state[0].trace, state.params)
+
+
+def test_what_cannot_be_a_change() -> None:
+    bias, weight = jnp.ones(2), jnp.ones((2, 2))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda run, row, state: state, TypeError, r"must return None or an rx.Change, but returned a TrainSt"),
+        (lambda run, row, state: False, TypeError, r"must return None or an rx.Change, but returned a bool"),
+        (changing(params={"bias": jnp.ones(3), "weight": weight}), ValueError, r"2\] and became float32\[3\]"),
+        (changing(params={"bias": bias}), ValueError, r"params.weight was float32\[2,2\] and became missing"),
+        (changing(step=lambda state: state.step + 1), ValueError, r"another step, but a run must keep it"),
+        (changing(key=jax.random.key(5)), ValueError, r"another key, but a run must keep it"),
+        (changing(stored=("bias",)), ValueError, r"is of another model"),
+    ]
+    for hook, exception, message in cases:
+        with pytest.raises(exception, match=message):
+            by_fives(hook=hook)
+
+
+def test_without_its_hook_an_ended_run_goes_on(tmp_path: pathlib.Path) -> None:
+    stop = Calls(rx.Change(stop=True))
+    for hook, num_steps in ((stop, 5), (stop, 5), (None, 12)):
+        tiny.assert_counted(by_fives(None, rx.Checkpoints(tmp_path), hook=hook), num_steps)
+
+
+# A state of its own for evaluations
+
+
+def test_another_state_is_evaluated_and_kept_best(tmp_path: pathlib.Path) -> None:
+    """As with an average of the parameters that the optimizer keeps."""
+    examples, state, logged = tiny.make_examples(16, dim=8), tiny.mlp_state(), Rows()
+
+    def state_fn(state: Any) -> Any:
+        return dataclasses.replace(state, params=halved(state))
+
+    by_hand = [state_fn(new) for new, *_ in itertools.islice(tiny.hand_loop(state, examples), 1, 6, 2)]
+    common: Any = {"collate_fn": tiny.collate, "loss_fn": tiny.loss_fn, "batch_size": 4}
+    losses = [rx.evaluate(new, examples, **common)["loss"] for new in by_hand]
+    evaluation = rx.Evaluation(examples, every_steps=2, state_fn=state_fn)
+    checkpoints = rx.Checkpoints(tmp_path, every_steps=2, keep_last=1, keep_best={"eval/loss": "max"})
+    fit(state, examples, num_steps=6, loggers=[logged], evaluation=evaluation, checkpoints=checkpoints)
+    found = [row["eval/loss"] for _, row in logged.with_prefix("eval/")]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert tiny.steps_in(tmp_path) == [2 * (1 + int(np.argmax(found))), 6]

@@ -1,6 +1,8 @@
-"""`fit` is the loop that a reader would write: same numbers, compiled once; what fails in it arrives."""
+"""`fit` is the loop that a reader would write, compiled once; what fails arrives, what is wrong is refused."""
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import pathlib
@@ -8,6 +10,7 @@ import threading
 import warnings
 from typing import Any
 
+import equinox as eqx
 import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
@@ -112,16 +115,16 @@ def test_num_train_steps_is_what_fit_takes() -> None:
 # Compiled once, and no waiting
 
 
+def ragged(*lengths: int) -> Any:
+    """A `collate_fn` of batches of such widths, and so on."""
+    widths = itertools.cycle(lengths)
+    return lambda rows: {"pad": np.zeros((len(rows), next(widths)), np.float32), **tiny.collate(rows)}
+
+
 def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
-    lengths = itertools.cycle([3, 5, 4])
-
-    def ragged(examples: Any) -> Any:
-        length = next(lengths)
-        return {"pad": np.zeros((len(examples), length), np.float32), **tiny.collate(examples)}
-
     with compilations() as compiled, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        counted(num_steps=6, collate_fn=ragged)
+        counted(num_steps=6, collate_fn=ragged(3, 5, 4))
     assert compiled.count(tiny.BODY) == 3
     (message,) = [str(w.message) for w in caught]
     assert "pad is float32[4,5], but was float32[4,3] in the first batch" in message
@@ -129,16 +132,12 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
 
 def test_other_metrics_for_another_shape_begin_a_row() -> None:
     """Each step is in exactly one row."""
-    lengths = iter([3, 3, 4, 4, 4, 3])
-
-    def ragged(examples: Any) -> Any:
-        length = next(lengths)
-        return {"pad": np.zeros((len(examples), length), np.float32), **tiny.collate(examples)}
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return tiny.scalar_loss(model, batch, key), {f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)}
 
-    options: Any = {"collate_fn": ragged, "loss_fn": loss_fn, "optimizer": tiny.COUNTING, "num_steps": 6}
+    options: Any = {"loss_fn": loss_fn, "optimizer": tiny.COUNTING, "num_steps": 6}
+    options["collate_fn"] = ragged(3, 3, 4, 4, 4, 3)
     with pytest.warns(UserWarning, match="collate_fn: pad"):
         _, history = tiny.fit_with_history(examples=rx.Data(EXAMPLES, prefetch=0), **options)
     rows = [(row["step"], [name for name in row if "by_" in name]) for row in history.rows]
@@ -177,8 +176,7 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
     assert float(jnp.ones(())) == 1  # the ears work
     assert events == ["value"]
     events.clear()
-    examples = tiny.make_examples(48)
-    fit(state, examples, num_epochs=1, log_every=5, loggers=[rows], optimizer=tiny.COUNTING)
+    fit(state, tiny.make_examples(48), num_epochs=1, log_every=5, loggers=[rows], optimizer=tiny.COUNTING)
     # The window of steps 1-5 is fetched when step 9 is on its way, and the others at the end.
     loop = events[events.index("batch") :]
     assert [event for event in loop if event != "flag"] == ["batch"] * 9 + ["get"] + ["batch"] * 3 + ["get"] * 2
@@ -241,9 +239,8 @@ def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
 
     assert_same(run(), expected)
     assert [step for step, row in rows.rows if "eval/loss" in row] == [5]
-    (info,) = rx.list_checkpoints(tmp_path)
-    assert info.run is not None
-    assert (info.step, info.run.finished) == (5, True)
+    checkpoints: Any = rx.list_checkpoints(tmp_path)
+    assert [(info.step, info.run.finished) for info in checkpoints] == [(5, True)]
     assert_same(run(), expected)  # which has come to its end already
 
 
@@ -283,9 +280,178 @@ def test_the_place_in_a_stream_refuses_other_items() -> None:
         pass
     place = iterator.place
     iterator.close()
-    rest = batches(rx.Stream(range(40)), **place)
-    assert [batch.tolist()[0] for batch in rest] == list(range(12, 40, 4))
+    assert [batch.tolist()[0] for batch in batches(rx.Stream(range(40)), **place)] == list(range(12, 40, 4))
     with pytest.raises(ValueError, match="differ"):
         next(batches(rx.Stream(range(1, 41)), **place))
     with pytest.raises(ValueError, match="positions are those of a Stream"):
         batches(range(40), positions=[[0, 1]])
+
+
+# Input that is refused before anything is compiled, and messages that name the argument to change
+
+TWELVE = tiny.make_examples(12)
+ADAM = optax.adam(1e-2)
+
+
+def run(state: Any = None, examples: Any = TWELVE, **arguments: Any) -> Any:
+    """`fit` with one thing wrong, which must leave the given state as it was."""
+    given = linear_state() if state is None else state
+    before = jax.tree.map(jnp.copy, given)
+    try:
+        fit(given, examples, **{"num_epochs": 1, **arguments})
+    finally:
+        assert_same(given, before)
+
+
+def on_eight(batch_size: int = 8, **arguments: Any) -> Any:
+    run(linear_state(mesh=rx.make_mesh()), tiny.make_examples(48), batch_size=batch_size, **arguments)
+
+
+def evaluating(examples: Any = TWELVE, **fields: Any) -> Any:
+    run(evaluation=rx.Evaluation(examples, **{"predict_fn": tiny.predict_fn, **fields}))
+
+
+def metrics(value: Any) -> Any:
+    evaluating(metric_fn=lambda examples, predictions: value)
+
+
+def collating(**changed: Any) -> Any:
+    run(collate_fn=lambda examples: {**tiny.collate(examples), **changed})
+
+
+def guarding(step: Any) -> Any:
+    rx.skip_nonfinite(step)(linear_state(), tiny.collate(TWELVE[:4]))
+
+
+def stepping(**changed: Any) -> Any:
+    """A custom step that changes the shape of the state."""
+
+    def step(state: Any, batch: Any) -> Any:
+        state, metrics = tiny.counting_step(state, batch)
+        return dataclasses.replace(state, **changed), metrics
+
+    guarding(step)
+
+
+def alone(call: Any, examples: Any, batch_size: int) -> Any:
+    functions = {"loss_fn" if call is rx.evaluate else "predict_fn": lambda model, batch, key: batch["x"][:3]}
+    common: Any = {"collate_fn": tiny.collate, "batch_size": batch_size, **functions}
+    return call(linear_state(mesh=rx.make_mesh()), examples, **common)
+
+
+def half_trained() -> Any:
+    """Adam's state over the weight alone, in a state that trains the bias too."""
+    state = linear_state(ADAM)
+    spec = eqx.tree_at(lambda m: m.weight, jax.tree.map(lambda _: False, state.model), True)
+    half = rx.init_state(linear_state().model, ADAM, key=jax.random.key(1), trainable=spec)
+    return dataclasses.replace(state, opt_state=half.opt_state)
+
+
+def explicit_axes() -> Any:
+    whole = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
+    model = jax.device_put(eqx.nn.Linear(2, 2, key=jax.random.key(0)), whole)
+    return rx.init_state(model, tiny.SGD, key=jax.random.key(1))
+
+
+def nothing_trainable() -> Any:
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    return rx.init_state(model, key=jax.random.key(1), trainable=jax.tree.map(lambda _: False, model))
+
+
+def generator() -> Any:
+    yield from TWELVE
+
+
+WEIGHT, BIAS = jnp.ones((2, 2)), jnp.ones(2)
+OTHERS = rx.Evaluation(tiny.make_examples(48), batch_size=12)
+
+UNFIT = (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, mu_dtype=jnp.bfloat16), optax.chain(ADAM, ADAM))
+
+# (call, what its message says): a `ValueError`
+REFUSED: list[tuple[Any, str]] = [
+    # How long, how often
+    (lambda: run(num_steps=2), r"num_epochs=1, num_steps=2, but exactly one"),
+    (lambda: run(num_epochs=None), r"num_epochs=None, num_steps=None, but exactly one"),
+    (lambda: run(num_epochs=0), r"num_epochs=0, but it must be positive"),
+    (lambda: run(num_epochs=None, num_steps=0), r"num_steps=0, but it must be positive"),
+    (lambda: run(log_every=0), r"log_every=0, but it must be positive"),
+    (lambda: run(examples=rx.Stream(TWELVE)), r"num_epochs=1, but train_examples is a Stream.*num_steps="),
+    (lambda: run(step_timeout_seconds=0.0), r"step_timeout_seconds=0"),
+    # Batch sizes
+    (lambda: on_eight(12), r"fit: batch_size=12 must be a positive multiple of 8, the number of data shards"),
+    (lambda: on_eight(num_microbatches=2), r"num_microbatches=2 times 8, the number of data shards"),
+    (lambda: run(num_microbatches=0), r"num_microbatches=0, but it must be"),
+    (lambda: on_eight(evaluation=OTHERS), r"batches: batch_size=12 must be a positive multiple of 8, the"),
+    (lambda: evaluating(batch_size=0), r"Evaluation: batch_size=0, but"),
+    # Examples
+    (lambda: run(examples=lambda epoch: []), r"examples is empty"),
+    (lambda: evaluating([]), r"(?s)is empty.*the evaluation"),
+    (lambda: evaluating(rx.Stream(generator())), r"Stream of an iterator, which can be read only once"),
+    (lambda: evaluating(rx.Stream([TWELVE], batched=True)), r"Stream\(batched=True\) is for training"),
+    # Evaluation
+    (lambda: evaluating(every_steps=0), r"Evaluation: every_steps=0, but it"),
+    (lambda: evaluating(predict_fn=None, metric_fn=lambda x, y: {}), r"metric_fn needs predict_fn"),
+    (lambda: evaluating(predict_fn=None, predictions_directory="no"), r"predictions_directory needs predict"),
+    (lambda: evaluating(predict_fn=None, output_fn=lambda x, y: 0), r"output_fn needs predict_fn"),
+    *(
+        (functools.partial(alone, call, examples, size), words)
+        for call, message in ((rx.evaluate, "loss must be a scalar"), (rx.predict, "output array has shape"))
+        for examples, size, words in (
+            ([], 8, r"examples is empty"),
+            (WIDE, 12, r"batch_size=12 must be a positive multiple of 8"),
+            (tiny.make_examples(16), 8, rf"{message}.*\(3, 2\)"),
+        )
+    ),
+    # Functions
+    (lambda: collating(y=np.zeros((3, 2))), r"leaf 'y' is float64\[3,2\], .*must be 4"),
+    (lambda: run(loss_fn=lambda model, batch, key: batch["x"]), r"loss must be a scalar.*\(4, 2\)\. Sum it"),
+    # The state
+    (lambda: run(explicit_axes()), r"\('data',\) are not of AxisType\.Auto.*make_mesh"),
+    (lambda: run(nothing_trainable()), r"no trainable leaf.*`trainable`"),
+    (lambda: run(optimizer=ADAM), r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState"),
+    (lambda: run(half_trained(), optimizer=ADAM), r"mu\.bias it keeps float32\[2\], .* holds nothing.*given"),
+    *((functools.partial(run, linear_state(ADAM), optimizer=x), r"at opt_state\.\S+ it keeps") for x in UNFIT),
+    # A custom step
+    (lambda: guarding(lambda state, batch: (state, {"error": 1.0})), r"a dict that has a 'loss'.*\['error'\]"),
+    (lambda: guarding(lambda state, batch: (state, None)), r"must return \(state, metrics\).*NoneType"),
+    (lambda: guarding(lambda state, batch: (state, {"loss": BIAS})), r"the metric 'loss' must be a scalar"),
+    (lambda: guarding(lambda state, batch: (state.params, {"loss": 1.0})), r"but the state is a dict"),
+    (lambda: stepping(params={"bias": jnp.ones(3), "weight": WEIGHT}), r"params\.bias .* became float32\[3\]"),
+    (lambda: stepping(model_state={"mean": BIAS}), r"model_state\.mean was missing and became float32\[2\]"),
+]
+
+OF_ANOTHER_TYPE: list[tuple[Any, str]] = [
+    (lambda: run(examples=generator()), r"examples is a generator.*list.*rx.Stream"),
+    (lambda: evaluating(generator()), r"Evaluation: examples is a generator.*list\(\.\.\.\)"),
+    (lambda: collating(n=4), r"leaf 'n' is a int, but must be a NumPy array"),
+    (lambda: evaluating(state_fn=lambda state: state.params), r"state_fn returns must be a TrainState"),
+]
+
+# These come after the loss of one batch.
+REFUSED_IN_EVALUATION: list[tuple[Any, str]] = [
+    (lambda: evaluating(predict_fn=tiny.scalar_loss), r"predict_fn's output array has shape \(\), .*, 4"),
+    (lambda: metrics({"score": "0.5"}), r"metric_fn: 'score' is '0.5' \(str\), but a metric is one num"),
+    (lambda: metrics({"score": np.ones(1)}), r"'score' is array\(\[1.\]\) \(ndarray\)"),
+    (lambda: metrics({"score": jnp.ones(2)}), r"'score' is Array\(.*but a metric is one number"),
+    (lambda: metrics({"score": None}), r"'score' is None \(NoneType\)"),
+    (lambda: metrics({"score": [[1.0], [1.0, 2.0]]}), r"'score' is \[\[1.0\], .* \(list\)"),
+    (lambda: metrics({"score": 1j}), r"'score' is 1j \(complex\)"),
+    (lambda: metrics(0.5), r"metric_fn must return a dict of numbers by name, but returned a float"),
+    (lambda: metrics({"plain": 1.0}), r"loss_fn already reports a metric 'plain'"),
+]
+
+
+@pytest.mark.parametrize("cases", [REFUSED, OF_ANOTHER_TYPE, REFUSED_IN_EVALUATION], ids=len)
+def test_refused_before_compilation(cases: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    exception = TypeError if cases is OF_ANOTHER_TYPE else ValueError
+    unheard = {tiny.BODY} if cases is REFUSED_IN_EVALUATION else {tiny.BODY, tiny.STEP}
+    # The annotations would refuse some of it first, but only under the tests' type checker.
+    monkeypatch.setattr(rx, "fit", inspect.unwrap(rx.fit))
+    monkeypatch.chdir(tmp_path)
+    for call, message in cases:
+        with compilations() as compiled, pytest.raises(exception, match=message) as caught:
+            call()
+        assert not unheard & set(compiled), message
+        assert tiny.no_threads_left(), message
+        del caught
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,20 @@
-"""The identity of a run: another run, other examples and other functions are not taken for it."""
+"""A live writer, another run, other examples and other functions are not taken for those of a directory."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import random
-from collections.abc import Callable
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fit_helpers as tiny
@@ -15,13 +23,140 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, linear_state
-from jax.sharding import NamedSharding, PartitionSpec
+from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk, linear_state, python
 
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import program_digest
+from redco_eqx._checkpoint import owner
 from redco_eqx._checkpoint.arrays import unlike_replicas
+from redco_eqx._checkpoint.owner import BEGUN, Owner
 from redco_eqx._training.identity import programs_of
+
+CHILD = """
+import os, pathlib, sys, time
+from redco_eqx._checkpoint.owner import Owner
+owner = Owner(pathlib.Path(sys.argv[1]))
+owner.begin(0, {}, lambda before, now: ["another key"])
+print("owns", flush=True)
+if os.fork() == 0:  # a worker that outlives it
+    time.sleep(20)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that owns `tmp_path`."""
+    process = python(CHILD, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "owns\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_path: pathlib.Path) -> None:
+    before = json.loads((tmp_path / BEGUN).read_bytes())
+    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: process {child.pid} on "):
+        Owner(tmp_path)
+    assert json.loads((tmp_path / BEGUN).read_bytes())["id"] == before["id"]
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    begin = time.monotonic()
+    taken = Owner(tmp_path)
+    assert time.monotonic() - begin < 2.0
+    assert taken.begin(0, {}, lambda before, now: []) == (before["id"], True)
+    taken.release()
+
+
+def test_who_ends_while_another_waits_makes_room(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # so that the first is not taken for this process
+    first = Owner(tmp_path)
+    monkeypatch.undo()
+    threading.Timer(0.5, first.release).start()
+    Owner(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []  # no run began
+
+
+@pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
+def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_path, monkeypatch) -> None:
+    """No lock of the other is seen here, as on a file system that does not pass it on."""
+    monkeypatch.setattr(owner, "_WATCH_SECONDS", 2.0)
+    file, done = tmp_path / BEGUN, threading.Event()
+
+    def touch_on() -> None:
+        while not done.wait(0.3):
+            file.touch()
+
+    file.write_text(json.dumps({"id": "x", "owner": {"host": "elsewhere", "pid": 1}}))
+    if is_alive:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(touch_on)
+            with pytest.raises(rx.errors.CheckpointError, match="process 1 on elsewhere is writing"):
+                Owner(tmp_path)
+            done.set()
+    else:
+        begin = time.monotonic()
+        Owner(tmp_path).release()
+        assert 2.0 <= time.monotonic() - begin < 6.0
+        assert json.loads(file.read_text()) == {"id": "x", "owner": None}
+
+
+def test_an_owner_touches_its_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(owner, "_BEAT_SECONDS", 0.05)
+    one = Owner(tmp_path)
+    first = (tmp_path / BEGUN).stat().st_mtime_ns
+    end = time.monotonic() + 5
+    while (tmp_path / BEGUN).stat().st_mtime_ns == first:
+        assert time.monotonic() < end, "the time of the file does not move"
+        time.sleep(0.05)
+    one.release()
+
+
+def test_a_torn_or_an_older_file_is_read(tmp_path: pathlib.Path) -> None:
+    for content, is_known in (
+        ('{"begin": 0, "id": "abc", "origin"', False),
+        ("[]", False),
+        ('{"begin": 0, "id": "abc", "origin": {}}', True),  # of version 0.2
+        ('{"begin": 3, "id": "abc", "origin": {}}', False),
+    ):
+        (tmp_path / BEGUN).write_text(content)
+        one = Owner(tmp_path)
+        run_id, before = one.begin(0, {}, lambda before, now: [])
+        assert (run_id == "abc", before) == (is_known, is_known)
+        one.release()
+
+
+def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -> None:
+    writer: Any = rx.Checkpoints(tmp_path).open()
+    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: this very process"):
+        rx.Checkpoints(tmp_path).open()
+    del writer
+    rx.Checkpoints(tmp_path).open().close()
+
+
+def open_files(directory: pathlib.Path) -> list[int]:
+    """The flags with which this process has files of a directory open."""
+    flags = []
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(directory):
+                flags.append(fcntl.fcntl(int(link.name), fcntl.F_GETFL))
+    return flags
+
+
+def test_a_live_owner_holds_no_file_open_for_writing(tmp_path: pathlib.Path) -> None:
+    """Or a file system could not be made read-only, nor unmounted once a run has failed on a full disk."""
+    owner = Owner(tmp_path)
+    assert [flags & os.O_ACCMODE for flags in open_files(tmp_path)] == [os.O_RDONLY]
+    with full_disk(8):
+        owner.release()
+    assert not open_files(tmp_path)
+    Owner(tmp_path).release()
+
+
+# The identity of a run: another run, other examples and other functions are not taken for it.
 
 fit = functools.partial(tiny.fit, num_steps=10)
 
@@ -84,8 +219,7 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
             run(begin, tmp_path)
         assert_same(begin, state(**other))  # nothing was taken over
     assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)  # another compiler's last bits
-    allowed = rx.Checkpoints(tmp_path, allow_changes=True)
-    assert_same(run(state(key=7), allowed), expected)
+    assert_same(run(state(key=7), rx.Checkpoints(tmp_path, allow_changes=True)), expected)
 
 
 def test_the_state_of_another_run_at_the_same_step_is_refused(tmp_path: pathlib.Path) -> None:
@@ -119,26 +253,23 @@ def doubled_loss(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(2 * loss.total, loss.weight), metrics
 
 
+SLOW = optax.sgd(0.01)
+
+
 @pytest.mark.parametrize(
-    ("changed", "names"),
+    ("changed", "expected"),
     [
-        ({"loss_fn": doubled_loss, "optimizer": optax.sgd(0.01)}, "loss_fn and optimizer"),
-        ({"optimizer": optax.sgd(0.01)}, "optimizer"),
-        ({"loss_fn": lambda model, batch, key: tiny.loss_fn(model, batch, key)}, None),  # of another name
+        ({"loss_fn": doubled_loss, "optimizer": SLOW}, ["fit: loss_fn and optimizer of this call compute"]),
+        ({"optimizer": SLOW}, ["fit: optimizer of this call computes"]),
+        ({"loss_fn": lambda model, batch, key: tiny.loss_fn(model, batch, key)}, []),  # of another name
     ],
-    ids=["both", "learning rate", "name"],
 )
-def test_functions_that_compute_something_else_are_named_once(
-    changed: Any, names: str | None, tmp_path: pathlib.Path, recwarn: Any
-) -> None:
+def test_functions_that_compute_something_else_are_named_once(changed, expected, tmp_path, recwarn) -> None:
     begun(tmp_path)
     for _ in range(2):  # then they are those of the run
         fit(checkpoints=tmp_path, **changed)
     said = [str(w.message) for w in recwarn if "something different from the run so far" in str(w.message)]
-    verb = "computes" if names == "optimizer" else "compute"
-    assert [text.partition(" something")[0] for text in said] == (
-        [f"fit: {names} of this call {verb}"] if names else []
-    )
+    assert [text.partition(" something")[0] for text in said] == expected
 
 
 def test_the_learning_rate_of_a_state_counts(tmp_path: pathlib.Path, recwarn: Any) -> None:
@@ -223,26 +354,20 @@ def test_a_function_that_cannot_be_traced_on_one_device_has_no_digest() -> None:
 def test_copies_that_differ_are_found() -> None:
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
-    specs: dict[str, tuple[Any, ...]] = {
-        "replicated": (),
-        "tensor": ("tensor",),
-        "fsdp": (None, "fsdp"),
-        "both": (("fsdp", "tensor"),),
-        "all": (("data", "fsdp"), "tensor"),
-    }
-    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
-    arrays = {name: jax.device_put(whole, sharding) for name, sharding in shardings.items()}
+    over_all = jax.P(("data", "fsdp"), "tensor")
+    specs = (jax.P(), jax.P("tensor"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor")), over_all)
+    arrays = {str(spec): jax.device_put(whole, jax.NamedSharding(mesh, spec)) for spec in specs}
     assert unlike_replicas(arrays, 1.5)() == ([], [[1.5, 0, 0]] * 8)
     for name, x in arrays.items():
         pieces = [np.array(shard.data) for shard in x.addressable_shards]
         pieces[5].flat[-1] += 2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
         placed = [jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)]
         odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
-        expected = [] if name == "all" else [name]  # of which each device has its own piece
+        expected = [] if name == str(over_all) else [name]  # of which each device has its own piece
         assert unlike_replicas({**arrays, name: odd})()[0] == expected
 
 
-def rewrite(directory: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite(directory: pathlib.Path, change: Any) -> None:
     """Changes the record of the newest checkpoint, as another version would have written it."""
     (record,) = rx.list_checkpoints(directory)[-1].path.rglob("record.json")
     content = json.loads(record.read_text())["content"]
@@ -258,19 +383,13 @@ def rewrite(directory: pathlib.Path, change: Callable[[dict[str, Any]], object])
         (lambda content: content["run"].update(colour=1), "unexpected keyword argument"),
         (lambda content: content.update(hue=2), "unexpected keyword argument"),
     ],
-    ids=["format", "run", "record"],
 )
-def test_another_version_is_an_error_of_its_own_that_touches_nothing(
-    change: Any, what: str, tmp_path: pathlib.Path
-) -> None:
+def test_another_version_is_an_error_of_its_own_that_touches_nothing(change, what, tmp_path) -> None:
     begun(tmp_path, checkpoints=rx.Checkpoints(tmp_path, every_steps=2))
     rewrite(tmp_path, change)
     before = content_of(tmp_path)
     message = f"was written by another version of redco_eqx .*{what}"
-    for act in (
-        lambda: fit(checkpoints=tmp_path),
-        lambda: rx.restore(tmp_path, linear_state()),
-    ):
+    for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.restore(tmp_path, linear_state())):
         with pytest.raises(rx.errors.CheckpointFormatError, match=message):
             act()
     with pytest.warns(UserWarning, match=f"{message}.*left out"):

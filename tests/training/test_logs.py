@@ -53,10 +53,8 @@ def per_token(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(weight * jnp.mean(tiny.errors_of(model, batch)), weight)
 
 
-@pytest.mark.parametrize(
-    ("loss", "log_every", "eval_every_steps"), [(per_token, 10, 15), (tiny.scalar_loss, 100, 3)]
-)
-def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("loss", "log_every", "eval_every"), [(per_token, 10, 15), (tiny.scalar_loss, 100, 3)])
+def test_rates(loss: Any, log_every: int, eval_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a batch moves on by one second, the first one (which compiles) by a minute, and an
     evaluation by an hour."""
     now = 0.0
@@ -89,13 +87,12 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
     rows = Rows()
     examples = [{**example, "weight": np.float32(3)} for example in tiny.make_examples(100)]
     functions: Any = {"predict_fn": tiny.predict_fn, "metric_fn": metric_fn}
-    evaluation = rx.Evaluation(examples[:3], batch_size=3, every_steps=eval_every_steps, **functions)
+    evaluation = rx.Evaluation(examples[:3], batch_size=3, every_steps=eval_every, **functions)
     arguments: Any = {"collate_fn": timed_collate, "loss_fn": loss, "evaluation": evaluation}
     fit(None, examples, prefetch=0, num_steps=40, log_every=log_every, loggers=[rows], **arguments)
     train = rows.with_prefix("train/")
-    assert [step for step, _ in train] == [
-        step for step in range(1, 41) if step % log_every == 0 or step % eval_every_steps == 0 or step == 40
-    ]
+    expected = sorted({*range(log_every, 41, log_every), *range(eval_every, 41, eval_every), 40})
+    assert [step for step, _ in train] == expected
     steps = np.diff([1, *(step for step, _ in train)])  # without the first, which compiles
     rates = np.array([row["train/examples_per_second"] for _, row in train])
     # The end of a window is seen at the next step, so that one in five may count for its neighbour,
@@ -256,9 +253,8 @@ def test_tensorboard_scalars(tmp_path: pathlib.Path) -> None:
         logger(3, {"train/loss": 2.5, "eval/loss": 1.5})
         logger(4, {"train/loss": math.nan})
     scalars = [(e.step, v.tag, v.simple_value) for e in events(tmp_path / "run") for v in e.summary.value]
-    np.testing.assert_equal(
-        scalars, [(3, "train/loss", 2.5), (3, "eval/loss", 1.5), (4, "train/loss", math.nan)]
-    )
+    expected = [(3, "train/loss", 2.5), (3, "eval/loss", 1.5), (4, "train/loss", math.nan)]
+    np.testing.assert_equal(scalars, expected)
 
 
 def test_tensorboard_is_told_once_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
@@ -316,13 +312,8 @@ def test_console_does_not_tear_the_bar() -> None:
 
 
 def test_progress_shows_on_terminals_only_unless_asked() -> None:
-    for stream, show, shown in (
-        (Terminal(), None, True),
-        (Terminal(), False, False),
-        (io.StringIO(), None, False),
-        (io.StringIO(), True, True),
-        (io.StringIO(), False, False),
-    ):
+    for make, show in itertools.product((Terminal, io.StringIO), (None, True, False)):
+        stream, shown = make(), make is Terminal if show is None else show
         with progress_bar(20, initial=5, show=show, stream=stream) as bar:
             bar.update(15)
         for words in ("5/20", "20/20", "train:"):

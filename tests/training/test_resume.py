@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import EXAMPLES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit, linear_state
-from helpers import assert_close
+from helpers import assert_close, assert_same_layout
 from stream_sources import KINDS
 
 import redco_eqx as rx
@@ -62,8 +61,7 @@ def with_a_hook() -> Any:
 
     def hook(run: Any, row: Any, state: Any) -> Any:
         seen = [next(iter(row.values())), *(evaluation["eval/loss"] for evaluation in run.evaluations)]
-        scale = 1 + 0.01 * sum(seen) / len(seen)
-        changed = {path: x * scale for path, x in state.params.items()}
+        changed = {path: x * (1 + 0.01 * sum(seen) / len(seen)) for path, x in state.params.items()}
         return rx.Change(state=dataclasses.replace(state, params=changed), stop=run.num_steps >= 14)
 
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=6)
@@ -78,7 +76,7 @@ def of_a_stream(kind: str) -> Any:
 
 
 # The run, its number of steps, and the call of `collate_fn` at which it is interrupted.
-RUNS: dict[str, tuple[Callable[[], Any], int, int]] = {
+RUNS: dict[str, tuple[Any, int, int]] = {
     "mesh, edge of an epoch": (on_a_mesh, 15, 1 + 5 + 1),  # one call before training, and one an evaluation
     "mesh, end of a row": (on_a_mesh, 15, 1 + 6 + 1),
     "hook, in an evaluation": (with_a_hook, 15, 1 + 6 + 2),
@@ -89,9 +87,7 @@ RUNS: dict[str, tuple[Callable[[], Any], int, int]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_interrupted_and_resumed_equals_uninterrupted(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathlib.Path, monkeypatch) -> None:
     """The state, the examples, the history and the rows of the log, some of which straddle the interruption."""
     monkeypatch.setattr(streams, "PROOF", 4)  # a batch, so that the states of short epochs are used
     make, num_steps, at = RUNS[name]
@@ -162,11 +158,9 @@ def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
     expected = run(start, collate_fn=whole, donate=False)
     interrupted(start, tmp_path, run, collate_fn=first)
     state = tiny.mlp_state(SGD, rx.make_mesh(fsdp=8))
-    layout = {path: x.sharding for path, x in state.params.items()}
     found = run(state, collate_fn=second, checkpoints=tmp_path)
-    assert {path: x.sharding for path, x in found.params.items()} == layout
-    for path, x in expected.params.items():
-        np.testing.assert_allclose(found.params[path], x, rtol=1e-5, atol=1e-7)
+    assert_same_layout(found.params, state.params)
+    assert_close(found.params, expected.params, rtol=1e-5, atol=1e-7)
     assert first.ids + second.ids == whole.ids
 
 
@@ -290,11 +284,9 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
         with pytest.raises(ValueError, match=message):
             counted(state, directory, examples, prefetch=None)
         assert not state.params["bias"].is_deleted()
-    for length, number in (({"num_steps": 7}, 8), ({"num_epochs": 1}, 2)):
-        with pytest.raises(
-            ValueError, match=rf"{next(iter(length))}=\d, but the run in .* already has {number} "
-        ):
-            counted(begin, tmp_path, **length)
+    for length, number in (("num_steps", 8), ("num_epochs", 2)):
+        with pytest.raises(ValueError, match=rf"{length}=1, but the run in .* already has {number} "):
+            counted(begin, tmp_path, **{length: 1})
     assert_same(begin, linear_state())  # nothing was taken over
     assert tiny.steps_in(tmp_path)[-1] == 8
 
@@ -304,8 +296,7 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
     counted(None, allowed, collate_fn=spy, batch_size=2, num_epochs=3)
     # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a third one follows.
     assert len(spy.ids) == (11 - 6) * 2 + 11 * 2
-    run = rx.list_checkpoints(tmp_path)[-1].run
-    assert run is not None
+    run: Any = rx.list_checkpoints(tmp_path)[-1].run
     assert run.batch_size == 2
 
 
@@ -313,16 +304,14 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
-    options: list[Any] = [{"every_steps": 0}, {"every_steps": -1}, {"keep_last": 0}]
+    options: Any = ({"every_steps": 0}, {"every_steps": -1}, {"keep_last": 0})
     for wrong in options:
         with pytest.raises(ValueError, match=rf"Checkpoints: {next(iter(wrong))}"):
             rx.Checkpoints("nowhere", **wrong)
     checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
-    for evaluation, given in (
-        (rx.Evaluation(EXAMPLES), r"'eval/loss', 'eval/plain'"),
-        (None, r"nothing, without an evaluation="),
-    ):
-        with pytest.raises(ValueError, match=rf"keep_best={{'eval/accuracy'.*evaluations give {given}"):
+    cases = ((None, "nothing, without an evaluation="), (rx.Evaluation(EXAMPLES), "'eval/loss', 'eval/plain'"))
+    for evaluation, words in cases:
+        with pytest.raises(ValueError, match=rf"keep_best={{'eval/accuracy'.*evaluations give {words}"):
             counted(None, checkpoints, evaluation=evaluation)
     assert tiny.steps_in(tmp_path) == []
 
@@ -341,9 +330,7 @@ def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path
 
 
 @pytest.mark.parametrize(("during", "num_epochs"), [("evaluation", 1), ("prediction", 2)])
-def test_an_evaluation_that_was_cut_short_is_made_again(
-    during: str, num_epochs: int, tmp_path: pathlib.Path
-) -> None:
+def test_an_evaluation_that_was_cut_short_is_made_again(during, num_epochs, tmp_path) -> None:
     """After the last epoch, and after another."""
     evaluation = rx.Evaluation(EXAMPLES[:12], predict_fn=tiny.predict_fn)
     run = functools.partial(counted, num_epochs=num_epochs, evaluation=evaluation)

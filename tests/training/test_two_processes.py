@@ -47,12 +47,9 @@ def test_each_reads_the_rows_of_its_devices(results: list[Any]) -> None:
         for process, result in enumerate(results):
             found = result[name]["sequence"]
             assert [batch["x"] for batch in found["batches"]] == whole + last
-            assert [batch["wide"] for batch in found["batches"]] == [
-                [[x] * 3 for x in batch] for batch in whole + last
-            ]
+            assert all(batch["wide"] == [[x] * 3 for x in batch["x"]] for batch in found["batches"])
             halves = [batch[4 * process :][:4] for batch in whole]
-            alternate = [batch[process::2] for batch in whole]
-            mine = {"interleaved": alternate, "tensor": whole}.get(name, halves)
+            mine = {"interleaved": [batch[process::2] for batch in whole], "tensor": whole}.get(name, halves)
             # The first tail of "mixed" is split four ways, so each process holds half of it.
             my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
             assert found["seen"] == mine + my_last, (name, process)
@@ -69,8 +66,7 @@ def test_what_is_unlike_is_refused(results: list[Any]) -> None:
 
 
 def part(epoch: int, shard: int, num_shards: int) -> list[int]:
-    num = 20 + 7 * shard
-    return [1000 * epoch + 100 * shard + i for i in order(num, epoch)]
+    return [1000 * epoch + 100 * shard + i for i in order(20 + 7 * shard, epoch)]
 
 
 def test_a_stream_is_read_whole(results: list[Any]) -> None:
@@ -103,18 +99,15 @@ def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any]) -> None:
 def test_a_run_on_a_stream_goes_on(results: list[Any], directory: pathlib.Path) -> None:
     for result in results:
         assert result["steps whole"] == result["steps sharded"] == 7
-    (four, seven) = [info.run for info in rx.list_checkpoints(directory / "sharded")]
-    assert four is not None
-    assert seven is not None
+    runs: Any = [info.run for info in rx.list_checkpoints(directory / "sharded")]
+    four, seven = runs
     # Where both shards were left, though process 0 alone writes.
     assert [p[:4] for p in four.positions or ()] == [(i, 2, 16, state_to_text(b"12")) for i in (0, 1)]
     assert (seven.epoch, seven.batch) == (1, 2)
     assert [p[:4] for p in seven.positions or ()] == [(i, 2, 8, state_to_text(b"4")) for i in (0, 1)]
 
 
-def test_a_run_on_a_stream_with_another_number_of_processes(
-    results: list[Any], directory: pathlib.Path
-) -> None:
+def test_a_run_on_a_stream_with_another_number_of_processes(results: Any, directory: pathlib.Path) -> None:
     """One that read a whole stream continues; one that read two shards is refused, allowed or not."""
     sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
     begin = linear_state(dim=4)
@@ -123,9 +116,7 @@ def test_a_run_on_a_stream_with_another_number_of_processes(
         with pytest.raises(ValueError, match=r"in 1 shards, but was in 2 .*Use as many processes as before"):
             counted(begin, checkpoints, sharded, batch_size=8, prefetch=None)
     assert not begin.params["bias"].is_deleted()
-    run = rx.list_checkpoints(directory / "whole")[-1].run
-    assert run is not None
-    assert run.positions is not None
+    run: Any = rx.list_checkpoints(directory / "whole")[-1].run
     assert (run.epoch, run.batch, run.positions[0][:4]) == (2, 1, (0, 1, 8, None))
     stream = rx.Stream(lambda epoch: range(1000 * epoch, 1000 * epoch + 29))
     epochs = Epochs(stream, np.asarray, batch_size=8, mesh=rx.make_mesh())

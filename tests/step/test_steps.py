@@ -1,0 +1,442 @@
+"""Means, losses, reports, microbatches (accumulated equals whole), evaluation, prediction, stateful models."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import Normed, assert_identical, compilations
+from helpers import KEY, by_path, compiled_step, cross_entropy, mlp_batch, squared_error, token_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import redco_eqx as rx
+
+SGD = optax.sgd(1.0)
+
+
+def stepped(loss_fn: Any, w: Any, batch: Any, **options: Any) -> Any:
+    """The new `w`, and the metrics, of one step."""
+    state = rx.init_state({"w": jnp.asarray(w)}, SGD, key=KEY)
+    state, metrics = compiled_step(loss_fn, SGD, **options)(state, batch)
+    return state.params["w"], metrics
+
+
+NUMBERS = st.floats(-100, 100, width=32)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 100)), min_size=1, max_size=5))
+def test_means_add_up_to_the_mean_of_all(pairs):
+    total = sum((rx.Mean(np.float32(x * n), np.float32(n)) for x, n in pairs), rx.Mean(0.0, 0.0))
+    count = sum(n for _, n in pairs)
+    expected = sum(x * n for x, n in pairs) / count if count else 0.0
+    # Up to 5 roundings of sums up to 5e4 in float32.
+    np.testing.assert_allclose(float(total), expected, rtol=1e-5, atol=1e-6 * 5e4 / max(count, 1))
+
+
+def test_a_mean_is_a_tree_and_over_nothing_zero():
+    assert jax.tree.map(lambda x: 2 * x, rx.Mean(1.0, 2.0)) == rx.Mean(2.0, 4.0)
+    added = jax.jit(lambda m: m + m)(rx.Mean(1.0, 2.0))
+    assert (added.total, added.weight) == (2.0, 4.0)
+    assert float(rx.Mean(jnp.float32(0), jnp.float32(0))) == 0
+    assert jax.jit(jax.grad(lambda x: rx.Mean(x, jnp.float32(0)).value))(1.0) == 0
+
+
+def test_gradients_do_not_flow_through_the_weight():
+    x = np.array([1.0, 2.0], np.float32)
+
+    def loss_fn(model, batch, key):
+        return rx.Mean(jnp.sum(model["w"] * batch), jnp.sum(model["w"] ** 2))
+
+    w = np.array([2.0, 1.0], np.float32)
+    new, metrics = stepped(loss_fn, w, x)
+    np.testing.assert_allclose(new, w - x / 5, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"].value, 4 / 5, rtol=1e-6)
+
+
+def test_metrics_come_in_float32():
+    dtypes = (jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_)
+
+    def loss_fn(model, batch, key):
+        metrics = {str(dtype): rx.Mean(jnp.ones((), dtype), jnp.ones((), dtype)) for dtype in dtypes}
+        return jnp.sum(model["w"]), {**metrics, "three": 3}
+
+    state = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY)
+    evaluated = jax.jit(partial(rx.eval_step, loss_fn=loss_fn))(state, np.ones(4))
+    for metrics in (stepped(loss_fn, jnp.ones(2), np.ones(4))[1], evaluated):
+        assert {x.dtype for x in jax.tree.leaves(metrics)} == {jnp.dtype("float32")}
+        assert [metrics[str(dtype)].value for dtype in dtypes] == [1] * 4
+        assert metrics["three"].value == 3
+
+
+ONE = jnp.ones(())
+# What a loss returns from (model, batch, key), and the message.
+BAD_LOSSES: list[tuple[Any, str]] = [
+    (lambda m, b, k: b @ m["w"], r"the loss must be a scalar .* shape \(4,\)"),
+    (lambda m, b, k: rx.Mean(b @ m["w"], ONE), r"its total has shape \(4,\)"),
+    (lambda m, b, k: rx.Mean(ONE, jnp.ones(4)), r"its weight has shape \(4,\)"),
+    (lambda m, b, k: (ONE, {"hits": b}), r"the metric 'hits' .* shape \(4, 2\)"),
+    (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
+    (lambda m, b, k: (), "a tuple of 0"),
+    (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
+    (lambda m, b, k: (ONE, {"loss": ONE}), "'loss' is reserved"),
+    (lambda m, b, k: (ONE, {"grad_norm": ONE}), "'grad_norm' is reserved"),
+    (lambda m, b, k: (ONE, {"learning_rate": ONE}), "'learning_rate' is reserved"),
+]
+
+
+def test_a_bad_loss_is_refused():
+    state = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY)
+    for loss_fn, message in BAD_LOSSES:
+        for step in (partial(rx.train_step, optimizer=SGD), rx.eval_step):
+            with pytest.raises(ValueError, match=message):
+                jax.eval_shape(partial(step, loss_fn=loss_fn), state, np.ones((4, 2), np.float32))
+
+
+def test_the_learning_rate_is_reported_where_it_can_be_seen():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum(model["w"])
+
+    optimizer = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(schedule))
+    state = rx.init_state({"w": jnp.ones(2)}, optimizer, key=KEY)
+    step = compiled_step(loss_fn, optimizer)
+    for i in range(3):
+        state, metrics = step(state, np.ones(4))
+        np.testing.assert_allclose(metrics["learning_rate"].value, schedule(i), rtol=1e-6)
+    hidden = optax.adam(schedule)
+    state = rx.init_state({"w": jnp.ones(2)}, hidden, key=KEY)
+    assert sorted(jax.eval_shape(compiled_step(loss_fn, hidden), state, np.ones(4))[1]) == ["grad_norm", "loss"]
+
+
+def test_parameters_that_the_loss_cannot_depend_on_are_named():
+    names = ("used", "unused", "stopped", "times_zero", "in_a_jit", "only_shape")
+
+    @jax.jit
+    def inner(model, x):
+        return jnp.sum(x) * model["in_a_jit"] + model["only_shape"].size
+
+    def loss_fn(model, batch, key):
+        zero = batch[0, 0] - batch[0, 0]
+        used = jnp.mean(batch * model["used"]) + zero * model["times_zero"]
+        return used + jax.lax.stop_gradient(model["stopped"]) + inner(model, batch[0])
+
+    state = rx.init_state({name: jnp.asarray(float(i)) for i, name in enumerate(names)}, SGD, key=KEY)
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD)
+    message = "does not depend on 3 trainable arrays.*: only_shape, stopped, unused"
+    with pytest.warns(UserWarning, match=message):
+        jax.eval_shape(step, state, np.ones((4, 2), np.float32))
+
+
+def test_every_parameter_of_a_transformer_is_used():
+    state = rx.init_state(helpers.make_transformer(), SGD, key=KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(partial(rx.train_step, loss_fn=cross_entropy, optimizer=SGD), state, token_batch(0))
+
+
+# Microbatches
+
+
+def linear_loss(model: Any, batch: Any, key: Any) -> tuple[rx.Mean, dict[str, rx.Mean]]:
+    """Linear in `w`, so that every sum can be written down."""
+    weight = batch["weight"]
+    total = jnp.sum(weight * (batch["x"] @ model["w"]))
+    return rx.Mean(total, jnp.sum(weight)), {"x": rx.Mean(jnp.sum(batch["x"][:, 0]), weight.shape[0])}
+
+
+WEIGHTS = {
+    "unequal": [1, 5, 0, 2, 7, 1, 1, 3],
+    "every second is zero": [0, 2, 0, 1, 0, 3, 0, 1],
+    "the first half is zero": [0, 0, 0, 0, 1, 2, 3, 4],
+    "all but one are zero": [0, 0, 0, 0, 0, 3, 0, 0],
+    "all are zero": [0, 0, 0, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+def test_accumulated_equals_whole(num_microbatches):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    w = np.array([1.0, -2.0, 0.5], np.float32)
+    state = rx.init_state({"w": jnp.asarray(w)}, SGD, key=KEY)
+    step = compiled_step(linear_loss, SGD, num_microbatches=num_microbatches)
+    for name, weights in WEIGHTS.items():
+        weight = np.array(weights, np.float32)
+        new, metrics = step(state, {"x": x, "weight": weight})
+        gradient = (weight @ x) / max(weight.sum(), 1)
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=name)  # a sum of 8 products
+        close(new.params["w"], w - gradient)
+        close(metrics["loss"].value, gradient @ w)
+        close(metrics["grad_norm"].value, np.linalg.norm(gradient))
+        close(metrics["x"].value, x[:, 0].mean())
+        assert metrics["loss"].weight == weight.sum()
+        assert metrics["x"].weight == 8
+        assert weight.any() or np.array_equal(new.params["w"], w)
+
+
+def test_a_bare_scalar_counts_once_per_microbatch():
+    """The mean of the maxima, not the maximum: what a loss that is no mean can be over parts."""
+    x = np.array([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], np.float32)
+
+    def loss_fn(model, batch, key):
+        return model["w"] * jnp.max(batch["x"]), {"sum": jnp.sum(batch["x"])}
+
+    new, metrics = stepped(loss_fn, 2.0, {"x": x}, num_microbatches=4)
+    expected = x.reshape(-1, 4).max(axis=0).mean()  # example i is in microbatch i % number
+    np.testing.assert_allclose(metrics["loss"].value, 2 * expected, rtol=1e-6)
+    np.testing.assert_allclose(new, 2 - expected, rtol=1e-6)
+    np.testing.assert_allclose(metrics["sum"].value, x.sum() / 4, rtol=1e-6)
+    assert metrics["loss"].weight == 4
+
+
+def test_gradients_of_bfloat16_parameters_accumulate_in_float32():
+    # 512 gradients of 1 each: a bfloat16 sum would stop at 256.
+    def loss_fn(model, batch, key):
+        return jnp.sum(model["w"].astype(jnp.float32) * batch)
+
+    w, metrics = stepped(loss_fn, jnp.zeros((), jnp.bfloat16), np.ones(512, np.float32), num_microbatches=512)
+    assert metrics["grad_norm"].value == 1
+    assert (w, w.dtype) == (-1, jnp.bfloat16)
+
+
+def test_each_microbatch_has_a_key_of_its_own():
+    def loss_fn(model, batch, key):
+        u = jax.random.uniform(key)
+        return model["w"] * u, {"square": u**2}
+
+    state = rx.init_state({"w": jnp.array(0.0)}, SGD, key=KEY)
+    step = compiled_step(loss_fn, SGD, num_microbatches=8)
+    new, metrics = step(state, np.ones(8))
+    mean, square = float(metrics["grad_norm"].value), float(metrics["square"].value)
+    assert square - mean**2 > 0.01  # a spread: uniform numbers have 1/12
+    np.testing.assert_allclose(new.params["w"], -mean, rtol=1e-6)
+    # And another step draws others.
+    _, later = step(new, np.ones(8))
+    assert later["grad_norm"].value != mean
+
+
+def test_microbatches_cost_no_more_arithmetic():
+    """On data=8, each device works on a part of each microbatch."""
+    mesh = rx.make_mesh()
+    model, shardings = helpers.place(helpers.make_mlp(), mesh)
+    state = rx.init_state(model, SGD, key=KEY)
+    batch = jax.device_put(mlp_batch(0, size=1024), rx.batch_sharding(mesh))
+
+    def flops(num_microbatches):
+        step = compiled_step(squared_error, SGD, shardings=shardings, num_microbatches=num_microbatches)
+        cost: Any = step.lower(state, batch).compile().cost_analysis()
+        return cost["flops"]
+
+    # The cost of a loop is that of one round. What each round adds to the accumulator, and the update of the
+    # parameters, count 4 times here: about 4 operations per parameter against 6 for each of 128 examples.
+    assert flops(4) * 4 == pytest.approx(flops(1), rel=0.08)
+
+
+def test_a_number_of_microbatches_that_does_not_divide_is_refused():
+    model, shardings = helpers.place({"w": jnp.ones(3)}, rx.make_mesh())
+    state = rx.init_state(model, SGD, key=KEY)
+    batch = {"x": np.ones((8, 3), np.float32), "weight": np.ones(8, np.float32)}
+    step = partial(rx.train_step, loss_fn=linear_loss, optimizer=SGD)
+    shared: Any = ({"shared": np.ones(4, np.float32)}, {"shared": np.float32(1)})
+    for number, layout, more, message in (
+        *((number, None, {}, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
+        (2, shardings, {}, "weight has 8 rows, which do not divide into 2 microbatches on 8"),
+        (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
+        (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(state, {**batch, **more}, num_microbatches=number, shardings=layout)
+
+
+# Randomness and inference mode.
+
+
+class Noisy(eqx.Module):
+    w: Any
+    dropout: eqx.nn.Dropout
+
+    def __init__(self):
+        self.w = jnp.ones(())
+        self.dropout = eqx.nn.Dropout(0.5)
+
+
+def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(model.w * model.dropout(batch, key=key)), {"noise": jax.random.uniform(key)}
+
+
+def noisy_predict(model: Any, batch: Any, key: Any) -> Any:
+    return {"noise": batch * jax.random.uniform(key), "kept": model.dropout(model.w * batch, key=key)}
+
+
+ZERO_RATE = optax.sgd(0.0)
+ONES = np.ones(64, np.float32)
+TRAIN = compiled_step(noisy_loss, ZERO_RATE)
+EVALUATE = rx.jit_step(partial(rx.eval_step, loss_fn=noisy_loss), donate=False)
+PREDICT = rx.jit_step(partial(rx.predict_step, predict_fn=noisy_predict), donate=False)
+
+
+def draw(state: Any, **index: Any) -> list[float]:
+    """Return the draws of evaluation and prediction; dropout is off in both."""
+    metrics, outputs = EVALUATE(state, ONES, **index), PREDICT(state, ONES, **index)
+    assert metrics["loss"].value == 1
+    np.testing.assert_array_equal(outputs["kept"], ONES)
+    return [float(metrics["noise"].value), float(outputs["noise"][0])]
+
+
+def noises(key: Any) -> list[float]:
+    """Return the draws of each of the three steps, at four steps of a run that changes no parameter."""
+    state = begin = rx.init_state(Noisy(), ZERO_RATE, key=key)
+    drawn: list[float] = []
+    losses: set[float] = set()
+    for i in range(4):
+        drawn += draw(state)
+        state, metrics = TRAIN(state, ONES)
+        drawn.append(float(metrics["noise"].value))
+        losses.add(float(metrics["loss"].value))
+        assert state.step == i + 1
+        assert state.model.dropout.inference is False
+    assert len(losses) > 1  # dropout is on
+    assert_identical(state.key, begin.key)  # never consumed
+    return drawn
+
+
+def test_streams_of_randomness_are_apart_and_reproducible():
+    drawn, other = noises(KEY), noises(jax.random.key(1))
+    assert drawn == noises(jax.random.key(0))
+    assert len({*drawn, *other}) == 24
+
+
+def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
+    """The steps of a rollout, say, of one compiled program."""
+    state = rx.init_state(Noisy(), ZERO_RATE, key=KEY)
+    plain, zero, one = draw(state), draw(state, index=0), draw(state, index=1)
+    assert draw(state, index=jnp.int32(1)) == one
+    assert len({*plain, *zero, *one, *draw(TRAIN(state, ONES)[0], index=1)}) == 8
+
+
+# Evaluation and prediction.
+
+
+def test_evaluation_weighs_a_scalar_by_its_examples():
+    state = rx.init_state({"w": jnp.ones(3)}, key=KEY)
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(batch @ model["w"]), {"first": jnp.mean(batch[:, 0])}
+
+    step = jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
+    parts = [step(state, part) for part in (x[:4], x[4:])]
+    assert [part["loss"].weight for part in parts] == [4, 2]
+    for name, expected in (("loss", x.sum(axis=1).mean()), ("first", x[:, 0].mean())):
+        np.testing.assert_allclose((parts[0][name] + parts[1][name]).value, expected, rtol=1e-5)
+
+
+def test_predictions_without_one_row_per_example_are_refused():
+    state = rx.init_state({"w": jnp.ones(3)}, key=KEY)
+    cases: list[tuple[Any, str]] = [
+        (lambda m, b, k: {"rows": b, "sum": jnp.sum(b)}, r"output sum has shape \(\)"),
+        (lambda m, b, k: {"nested": [b, b[:2]]}, r"output nested\.1 has shape \(2, 3\).*the batch's, 4"),
+        (lambda m, b, k: b.T, r"output array has shape \(3, 4\)"),
+        (lambda m, b, k: {}, "returned no array"),
+        (lambda m, b, k: None, "returned no array"),
+    ]
+    for predict_fn, message in cases:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(partial(rx.predict_step, predict_fn=predict_fn), state, np.ones((4, 3), np.float32))
+
+
+# Models with state: running statistics equal a loop by hand, and evaluation uses them.
+
+SLOW = optax.sgd(0.1)
+
+
+def loss_fn(pair: Any, batch: Any, key: Any) -> Any:
+    model, model_state = pair
+    apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    out, model_state = apply(batch, model_state)
+    return jnp.mean(jnp.sin(3 * out)), {"out": jnp.mean(out)}, model_state
+
+
+def predict_fn(pair: Any, batch: Any, key: Any) -> Any:
+    model, model_state = pair
+    return jax.vmap(lambda x: model(x, model_state)[0], axis_name="batch")(batch)
+
+
+DATA = [(1 + i + np.random.default_rng(i).normal(size=(16, 64))).astype(np.float32) for i in range(3)]
+MAKE = eqx.nn.make_with_state(Normed)
+
+
+@pytest.mark.parametrize(("name", "num_microbatches"), [("data8", 1), ("2x2x2", 2)])
+def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
+    mesh = helpers.mesh_of(name)
+    pair: Any = rx.init_model(MAKE, mesh, key=KEY)
+    shardings = rx.shard_rules(pair, mesh)
+    state = rx.init_state(pair, SLOW, key=jax.random.key(1))
+    model, model_state = MAKE(KEY)
+    step = compiled_step(loss_fn, SLOW, num_microbatches=num_microbatches, shardings=shardings)
+    metrics: Any = None
+    with compilations() as compiled:
+        for x in DATA:
+            state, metrics = step(state, jax.device_put(x, rx.batch_sharding(mesh)))
+    assert len(compiled) == 1
+    assert sorted(metrics) == ["grad_norm", "loss", "out"]
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, model_state, part):
+        value, _, model_state = loss_fn((eqx.combine(params, static), model_state), part, None)
+        return value, model_state
+
+    gradient_of = jax.jit(jax.grad(loss, has_aux=True))
+    for x in DATA:
+        grads = []
+        for i in range(num_microbatches):
+            gradient, model_state = gradient_of(params, model_state, x[i::num_microbatches])
+            grads.append(gradient)
+        mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *grads)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
+    # Float32, three steps, through a division by a standard deviation.
+    helpers.assert_close(state.params, by_path(params), rtol=1e-4, atol=1e-5)
+    mean, variance = (np.asarray(state.model_state[f"norm.ema_state_index.{i}"]) for i in range(2))
+    for found, x in zip((mean, variance), model_state.get(static.norm.ema_state_index), strict=True):
+        np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-5)
+    assert not state.model_state["norm.ema_first_time_index"]
+
+    model = jax.device_get(state.model[0])
+    hidden = DATA[0] @ model.linear.weight.T + model.linear.bias
+    expected = (hidden - mean) / np.sqrt(variance + model.norm.eps) * model.norm.weight + model.norm.bias
+    metrics = jax.jit(partial(rx.eval_step, loss_fn=loss_fn, shardings=shardings))(state, DATA[0])
+    np.testing.assert_allclose(metrics["out"].value, expected.mean(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(metrics["loss"].value, np.sin(3 * expected).mean(), rtol=1e-4, atol=1e-5)
+    outputs = jax.jit(partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings))(state, DATA[0])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_layout_of_the_pair_is_that_of_the_model():
+    mesh = helpers.mesh_of("2x2x2")
+    pair: Any = rx.init_model(MAKE, mesh, key=KEY)
+    of_pair, of_model = rx.shard_rules(pair, mesh), rx.shard_rules(pair[0], mesh)
+    assert of_pair[0].linear.weight.spec == of_model.linear.weight.spec != jax.P()
+    assert pair[0].linear.weight.sharding.spec == of_model.linear.weight.spec
+    assert "0.linear.weight" in rx.explain(pair, mesh).decisions
+    state = rx.init_state(pair, SLOW, key=KEY)
+    train = partial(rx.train_step, loss_fn=loss_fn, optimizer=SLOW)
+    evaluate, predict = partial(rx.eval_step, loss_fn=loss_fn), partial(rx.predict_step, predict_fn=predict_fn)
+    for step in (train, evaluate, predict):
+        programs = [jax.jit(partial(step, shardings=x)).lower(state, DATA[0]) for x in (of_pair, of_model)]
+        assert programs[0].as_text() == programs[1].as_text()
+
+
+def test_a_model_with_state_must_return_the_new_one():
+    state = rx.init_state(MAKE(KEY), SLOW, key=KEY)
+    for kept, message in ((0, "but returned a"), (slice(2), "but returned a tuple of 2")):
+        with pytest.raises(ValueError, match=rf"must return \(loss, metrics, new_state\), {message}"):
+            rx.train_step(state, DATA[0], loss_fn=lambda *a, kept=kept: loss_fn(*a)[kept], optimizer=SLOW)
