@@ -54,6 +54,13 @@ def no_programs_of_other_modules() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Computes in float64, where a tolerance tells rounding from anything else."""
+    with jax.enable_x64(True):
+        yield
+
+
 def _skipped_if_devices_lack() -> Generator[None, object, object]:
     try:
         return (yield)

@@ -32,20 +32,13 @@ def test_the_step_written_by_hand_computes_the_same_loss_and_gradient():
     model = jax.tree.map(lambda x: 3 * np.asarray(x) if eqx.is_array(x) else x, model)
     layers = model.model.layers
     # Every matrix of ours is (out, in).
-    parts = {
-        **{x: getattr(layers.self_attn, f"{x}_proj") for x in "qkvo"},
-        **{x: getattr(layers.mlp, f"{x}_proj") for x in ("gate", "up", "down")},
-    }
-    params = {
-        "embed": model.model.embed_tokens.weight,
-        "layers": {
-            **{name: np.swapaxes(part.weight, 1, 2) for name, part in parts.items()},
-            "before_attention": layers.input_layernorm.weight,
-            "before_mlp": layers.post_attention_layernorm.weight,
-        },
-        "norm": model.model.norm.weight,
-        "head": model.lm_head.weight.T,
-    }
+    parts = {x: getattr(layers.self_attn, f"{x}_proj") for x in "qkvo"}
+    parts |= {x: getattr(layers.mlp, f"{x}_proj") for x in ("gate", "up", "down")}
+    stack = {name: np.swapaxes(part.weight, 1, 2) for name, part in parts.items()}
+    stack["before_attention"] = layers.input_layernorm.weight
+    stack["before_mlp"] = layers.post_attention_layernorm.weight
+    ends = {"embed": model.model.embed_tokens.weight, "head": model.lm_head.weight.T}
+    params = {**ends, "layers": stack, "norm": model.model.norm.weight}
     tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, setting.length + 1))
     arrays, static = eqx.partition(model, eqx.is_array)
 

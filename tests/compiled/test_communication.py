@@ -164,20 +164,16 @@ def collective(kind: str, *axes: str, **changes: Any) -> Collective:
 
 
 def test_totals_and_table() -> None:
-    found = Communication(
-        (
-            collective("all-gather", "fsdp", loops=(3,), source="/home/me/model.py:5"),
-            collective("all-reduce", "tensor", loops=(3, 4)),
-            collective("all-reduce", "tensor"),
-            collective("all-reduce", "tensor", operation="jit(f)/transpose(jvp())/x"),
-            collective("all-reduce", "data", "fsdp", result_bytes=4, source=""),
-        )
+    collectives = (
+        collective("all-gather", "fsdp", loops=(3,), source="/home/me/model.py:5"),
+        collective("all-reduce", "tensor", loops=(3, 4)),
+        collective("all-reduce", "tensor"),
+        collective("all-reduce", "tensor", operation="jit(f)/transpose(jvp())/x"),
+        collective("all-reduce", "data", "fsdp", result_bytes=4, source=""),
     )
-    assert list(found.counts.items()) == [
-        (("all-reduce", ("tensor",)), 14),
-        (("all-gather", ("fsdp",)), 3),
-        (("all-reduce", ("data", "fsdp")), 1),
-    ]
+    found, kinds = Communication(collectives), ("all-reduce", "all-gather", "all-reduce")
+    counts = zip(kinds, (("tensor",), ("fsdp",), ("data", "fsdp")), (14, 3, 1))
+    assert list(found.counts.items()) == [((kind, axes), count) for kind, axes, count in counts]
     of_kinds = {kind: total.result_bytes for kind, total in found.by_kind.items()}
     assert of_kinds == {"all-reduce": 14 * 2**20 + 4, "all-gather": 3 * 2**20}
     of_axes = [(axes, total.count) for axes, total in found.by_axes.items()]

@@ -2,16 +2,12 @@
 
 import pytest
 from jax.sharding import AbstractMesh
+from test_communication import only
 
-from redco_eqx._compiled.communication import Collective, Communication, communication
+from redco_eqx._compiled.communication import communication
 from redco_eqx._sharding.mesh import AXES
 
 CUBE = AbstractMesh((2, 2, 2), AXES)
-
-
-def only(found: Communication) -> Collective:
-    assert len(found) == 1, found
-    return found.collectives[0]
 
 
 def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
@@ -26,27 +22,18 @@ def reduce(shape: str = "f32[4]{0}", groups: str = "[4,2]<=[8]", more: str = "")
 
 
 FORMS: list[tuple[str, tuple[str, ...]]] = [
-    ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
-    ("{{4,0},{1,5},{2,6},{3,7}}", ("data",)),
-    ("{{0,1,4,5},{2,3,6,7}}", ("data", "tensor")),
-    ("{}", AXES),
-    ("{{0,3},{1,2},{4,7},{5,6}}", ("part of fsdp,tensor",)),
-    ("{{0,1,2},{4,5,6,7}}", ("part of fsdp,tensor",)),
-    ("{{0,1},{2},{3}}", ("part of tensor",)),
-    ("[4,2]<=[8]", ("tensor",)),
-    ("[2,4]<=[8]", ("fsdp", "tensor")),
-    ("[4,2]<=[4,2]T(1,0)", ("fsdp",)),
-    ("[4,2]<=[2,4]T(1,0)", ("data",)),
-    ("[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
-    ("mesh['a'=4,'b'=1,'c'=2] {'a'}", ("data", "fsdp")),
-    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")),
-    ("mesh['a'=8] {'a':(1)2}", ("data",)),
-    ("mesh['a'=8] {'a':(2)2}", ("fsdp",)),
-    ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("data", "tensor")),
+    ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)), ("{{4,0},{1,5},{2,6},{3,7}}", ("data",)),
+    ("{{0,1,4,5},{2,3,6,7}}", ("data", "tensor")), ("{}", AXES),
+    ("{{0,3},{1,2},{4,7},{5,6}}", ("part of fsdp,tensor",)), ("{{0,1,2},{4,5,6,7}}", ("part of fsdp,tensor",)),
+    ("{{0,1},{2},{3}}", ("part of tensor",)), ("[4,2]<=[8]", ("tensor",)), ("[2,4]<=[8]", ("fsdp", "tensor")),
+    ("[4,2]<=[4,2]T(1,0)", ("fsdp",)), ("[4,2]<=[2,4]T(1,0)", ("data",)),
+    ("[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")), ("mesh['a'=4,'b'=1,'c'=2] {'a'}", ("data", "fsdp")),
+    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")), ("mesh['a'=8] {'a':(1)2}", ("data",)),
+    ("mesh['a'=8] {'a':(2)2}", ("fsdp",)), ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("data", "tensor")),
     ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
     ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ("fsdp",)),
     ("mesh[a=4,b=2], device_ids=(0,2,4,6,1,3,5,7) {a:(2)2}", ("data",)),
-]
+]  # fmt: skip
 
 
 def test_forms_of_replica_groups() -> None:
@@ -69,24 +56,16 @@ PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
 TILED = "{1,0:T(8,128)(2,1)"
 # A kind, the shapes of its results, and the start of its asynchronous form.
 STARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "all-reduce": (
-        ("f32[8]", "bf16[2,3]"),
-        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
-    ),
-    "all-gather": (
-        ("bf16[8,128]", "f32[6]"),
+    "all-reduce": (("f32[8]", "bf16[2,3]"),
+        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add"),
+    "all-gather": (("bf16[8,128]", "f32[6]"),
         f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, f32[6]{{0}})) "
-        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
-    ),
-    "reduce-scatter": (
-        ("f32[2]",),
-        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
-    ),
-    "collective-permute": (
-        ("f32[4]",),
-        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS,
-    ),
-}
+        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}"),
+    "reduce-scatter": (("f32[2]",),
+        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add"),
+    "collective-permute": (("f32[4]",),
+        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS),
+}  # fmt: skip
 
 
 def test_asynchronous_forms_count_once() -> None:
@@ -249,18 +228,9 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
 
 
 BYTES = {
-    "pred[3,5]": 15,
-    "s4[3,5]": 8,
-    "u4[4]{0:E(4)}": 2,
-    "f4e2m1fn[6]": 3,
-    "f8e8m0fnu[7]": 7,
-    "bf16[7,1]": 14,
-    "u32[]": 4,
-    "f32[<=8,2]": 64,
-    "f64[7]": 56,
-    "c128[7]": 112,
-    "(f32[2]{0}, token[], bf16[0,3])": 8,
-}
+    "pred[3,5]": 15, "s4[3,5]": 8, "u4[4]{0:E(4)}": 2, "f4e2m1fn[6]": 3, "f8e8m0fnu[7]": 7, "bf16[7,1]": 14,
+    "u32[]": 4, "f32[<=8,2]": 64, "f64[7]": 56, "c128[7]": 112, "(f32[2]{0}, token[], bf16[0,3])": 8,
+}  # fmt: skip
 
 
 def test_bytes_of_dtypes() -> None:

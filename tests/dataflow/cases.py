@@ -25,11 +25,9 @@ COLUMN_ROW_BY_GROUP = {"up": (None, None, "tensor"), "down": (None, "tensor")}
 
 def weights(*lead: int) -> Any:
     def make(key: Any) -> Any:
-        up, down = jax.random.split(key)
-        return {
-            "up": jax.random.normal(up, (*lead, DIM, HIDDEN)) / DIM**0.5,
-            "down": jax.random.normal(down, (*lead, HIDDEN, DIM)) / HIDDEN**0.5,
-        }
+        normal, (up, down) = jax.random.normal, jax.random.split(key)
+        up, down = normal(up, (*lead, DIM, HIDDEN)), normal(down, (*lead, HIDDEN, DIM))
+        return {"up": up / DIM**0.5, "down": down / HIDDEN**0.5}
 
     return make
 
@@ -90,15 +88,13 @@ def recurrent(model: Any, x: Any) -> Any:
     return jax.vmap(model["out"])(jax.lax.scan(step, (start, start), x)[1])
 
 
-SOLVES_AND_GROUPS = {
-    entry.name: entry
-    for entry in (
-        of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, x=(LENGTH, DIM)),
-        of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, x=(LENGTH, DIM)),
-        Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
-        Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
-    )
-}
+_ENTRIES = (
+    of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, x=(LENGTH, DIM)),
+    of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, x=(LENGTH, DIM)),
+    Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
+    Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
+)
+SOLVES_AND_GROUPS = {entry.name: entry for entry in _ENTRIES}
 
 # Layouts by the program.
 
@@ -123,10 +119,9 @@ def specs_of(explanation: Explanation) -> dict[str, PartitionSpec]:
 
 def sent(explanation: Explanation, specs: Mapping[str, PartitionSpec] | None = None) -> Any:
     """The bytes that are predicted for a layout: that of `explanation`, or another one of the same program."""
-    decisions = {
-        path: d if specs is None else dataclasses.replace(d, spec=specs[path])
-        for path, d in explanation.decisions.items()
-    }
-    found = dataclasses.replace(explanation, decisions=decisions).communication
+    if specs is not None:
+        decisions = {p: dataclasses.replace(d, spec=specs[p]) for p, d in explanation.decisions.items()}
+        explanation = dataclasses.replace(explanation, decisions=decisions)
+    found = explanation.communication
     assert found is not None
     return found

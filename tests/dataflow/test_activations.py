@@ -113,24 +113,21 @@ def mlps(number: int) -> Any:
     return lambda key: [eqx.nn.MLP(16, 16, 32, 1, key=k) for k in jax.random.split(key, number)]
 
 
+def transformer(key: Any) -> Transformer:
+    return Transformer(dim=32, num_heads=8, num_layers=1, key=key)
+
+
+def conv_and_linear(key: Any) -> dict[str, Any]:
+    return {"conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key), "inner": eqx.nn.Linear(16, 16, key=key)}
+
+
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
 CASES: dict[str, Any] = {
     "tokens": (mlps(2), squares(tokens), RNG.normal(size=(8, 256, 16)).astype(np.float32)),
-    "attention": (
-        lambda key: Transformer(dim=32, num_heads=8, num_layers=1, key=key),
-        next_token,
-        RNG.integers(0, 64, (8, 65)).astype(np.int32),
-    ),
+    "attention": (transformer, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
     "recurrent": (lstm(16, 32), squares(recurrent), RNG.normal(size=(8, 12, 16)).astype(np.float32)),
-    "branching": (
-        lambda key: {
-            "conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key),
-            "inner": eqx.nn.Linear(16, 16, key=key),
-        },
-        squares(branching),
-        ROWS,
-    ),
+    "branching": (conv_and_linear, squares(branching), ROWS),
     "odd": (mlps(len(ODD)), odd, ROWS),
 }
 

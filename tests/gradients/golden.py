@@ -14,25 +14,24 @@ PER_EXAMPLE: Spec = {
 SEPARABLE: Spec = {"name": "separable_convolution", "width": 1, "multiplier": 1, **GEOMETRY}
 GROUPED: Spec = {"name": "convolution", "groups": 2, "width": 8, "bias": False, **GEOMETRY}
 LOOKUP: Spec = {"name": "embedding", "size": 16, "scaled": False, "axis": 0, "mode": "fill", "beyond": True}
+STACKED: Spec = {"name": "stacked_convolutions", "layers": 2, "size": 3, "groups": "depthwise"}
+COMPLEX: Spec = {"name": "complex_linear", "width": 8, "how": "abs"}
 ADAPTED: Spec = {"name": "adapted_convolution", "groups": 1, "width": 1, "rate": 0.1, "size": 3}
 
 
-TWO = [["data2xtensor4", "whole"], ["2x2x2", "whole"]]
+IN_TWO, POINTWISE, BY_ONE = {**ADAPTED, "groups": 2}, {**ADAPTED, "size": 1}, {**PER_EXAMPLE, "size": 1}
+INNER: Spec = {"objective": "inner_step"}
+
+TWO, FSDP = [["data2xtensor4", "whole"], ["2x2x2", "whole"]], [["fsdp8", "whole"]]
 
 
 def program(*operations: Spec, **other: Any) -> Spec:
     """On two meshes, with all parameters whole."""
     return {
-        "batch": 8,
-        "spatial": [8],
-        "channels": 8,
+        "batch": 8, "spatial": [8], "channels": 8, "objective": "loss", "mode": "step", "num_microbatches": 1,
+        "reshard_after_forward": True, "layouts": TWO,
         "operations": [{"wrapper": "none", **operation} for operation in operations],
-        "objective": "loss",
-        "mode": "step",
-        "num_microbatches": 1,
-        "reshard_after_forward": True,
-        "layouts": TWO,
-    } | other
+    } | other  # fmt: skip
 
 
 # Each on meshes and layouts where it is wrong without what mends it in the library.
@@ -46,46 +45,32 @@ GOLDEN: dict[str, Spec] = {
     "depthwise, ensemble of states": program(DEPTHWISE, mode="ensemble"),
     "depthwise, accumulated": program({**DEPTHWISE, "wrapper": "checkpoint"}, batch=16, num_microbatches=2),
     "depthwise, derivative of a step": program(DEPTHWISE, mode="outer"),
-    "depthwise, inner step": program(DEPTHWISE, objective="inner_step"),
-    "depthwise in a scan": program(
-        {"name": "stacked_convolutions", "layers": 2, "size": 3, "groups": "depthwise"}
-    ),
+    "depthwise, inner step": program(DEPTHWISE, **INNER),
+    "depthwise in a scan": program(STACKED),
     # Gradients of each example: values were wrong on meshes whose every axis splits the batch.
-    "adapted convolution in 2-D": program(ADAPTED, spatial=[4, 4], batch=16, layouts=[["fsdp8", "whole"]]),
-    "adapted grouped convolution": program({**ADAPTED, "groups": 2}, mode="outer", layouts=TWO[:1]),
+    "adapted convolution in 2-D": program(ADAPTED, spatial=[4, 4], batch=16, layouts=FSDP),
+    "adapted grouped convolution": program(IN_TWO, mode="outer", layouts=TWO[:1]),
     # Pointwise kernels that differ by example: wrong values, an error or a crash of the partitioner.
-    "pointwise by example": program({**PER_EXAMPLE, "size": 1}),
-    "grouped pointwise by example": program({**PER_EXAMPLE, "size": 1, "groups": 2, "width": 2}, batch=16),
-    "depthwise pointwise by example": program(
-        {**PER_EXAMPLE, "size": 1, "groups": "depthwise"}, batch=16, layouts=TWO[1:]
-    ),
-    "pointwise adapted by example": program(
-        {**ADAPTED, "size": 1, "groups": 2, "width": 8}, batch=16, layouts=[["fsdp8", "whole"]]
-    ),
+    "pointwise by example": program(BY_ONE),
+    "grouped pointwise by example": program({**BY_ONE, "groups": 2, "width": 2}, batch=16),
+    "depthwise pointwise by example": program({**BY_ONE, "groups": "depthwise"}, batch=16, layouts=TWO[1:]),
+    "pointwise adapted by example": program({**POINTWISE, "groups": 2, "width": 8}, batch=16, layouts=FSDP),
     # Fourier transforms over a split dim: a crash over the batch, an error over channels.
-    "fft over the batch": program(
-        {"name": "fft", "axis": 0, "how": "real"}, batch=16, layouts=[["fsdp8", "whole"]]
-    ),
+    "fft over the batch": program({"name": "fft", "axis": 0, "how": "real"}, batch=16, layouts=FSDP),
     "fft over split channels": program(
         {"name": "fft", "axis": 2, "how": "imag"}, layouts=[["data2xtensor4", 32]]
     ),
     # Kernels of grouped convolutions that are split: a crash, an error or wrong second derivatives.
-    "depthwise kernel split, inner step": program(
-        SEPARABLE, objective="inner_step", layouts=[["data2xtensor4", 2]]
-    ),
-    "adapted grouped kernel split, inner step": program(
-        {**ADAPTED, "groups": 2}, objective="inner_step", layouts=[["2x2x2", 82]]
-    ),
+    "depthwise kernel split, inner step": program(SEPARABLE, **INNER, layouts=[["data2xtensor4", 2]]),
+    "adapted grouped kernel split, inner step": program(IN_TWO, **INNER, layouts=[["2x2x2", 82]]),
     # A kernel that is split along its window: second derivatives.
     "kernel split along its window, inner step": program(
-        {**SEPARABLE, "size": 2}, spatial=[8, 6], objective="inner_step", layouts=[["fsdp2xtensor4", 17]]
+        {**SEPARABLE, "size": 2}, spatial=[8, 6], **INNER, layouts=[["fsdp2xtensor4", 17]]
     ),
     # Gathers the batch, where XLA splits it (openxla/xla#47945): the bytes are counted.
     "grouped": program(GROUPED, batch=64, collectives=True),
     # The gradient of jnp.take reaches rows that were not read (openxla/xla#42481): seen of Explicit axes only.
     "rows of a split table": program(LOOKUP, layouts=[["2x2x2", 14], ["fsdp2xtensor4", 6]]),
     # jax.checkpoint has no reduce_precision of complex numbers.
-    "complex parameters": program(
-        {"name": "complex_linear", "width": 8, "how": "abs"}, layouts=[["fsdp2xtensor4", 17]]
-    ),
+    "complex parameters": program(COMPLEX, layouts=[["fsdp2xtensor4", 17]]),
 }

@@ -60,23 +60,15 @@ def through_train_step(
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
     # A trace of decay 0 is the gradient itself: old less new parameters would round it.
     optimizer = optax.sgd(RATE) if spec["mode"] == "outer" else optax.trace(0.0)
-    states = [
-        rx.init_state(jax.device_put(model, shardings), optimizer, key=jax.random.key(0)) for model in models
-    ]
+    placed = [jax.device_put(model, shardings) for model in models]
+    states = [rx.init_state(model, optimizer, key=jax.random.key(0)) for model in placed]
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return program.loss(model, batch)
 
     def step(state: rx.TrainState, batch: Any) -> Any:
-        return rx.train_step(
-            state,
-            batch,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            num_microbatches=spec["num_microbatches"],
-            reshard_after_forward=spec["reshard_after_forward"],
-            shardings=shardings,
-        )
+        options = {name: spec[name] for name in ("num_microbatches", "reshard_after_forward")}
+        return rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings, **options)
 
     def loss_after(params: Any, state: rx.TrainState, batch: Any) -> Any:
         state, _ = step(dataclasses.replace(state, params=params), batch)

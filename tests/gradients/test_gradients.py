@@ -25,6 +25,10 @@ SEED = int(os.environ.get("GRADIENTS_SEED", "0"))
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("GRADIENTS_SHRINK") == "1" else (Phase.generate,)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+SETTINGS = settings(
+    max_examples=SHARE, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
+    phases=PHASES, suppress_health_check=SLOW,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +50,7 @@ def is_of_jax(error: Exception) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_generated_programs(family: str, share: int) -> None:
     @seed(zlib.crc32(f"{family} {share} {SEED}".encode()))
-    @settings(
-        max_examples=SHARE,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=PHASES,
-        suppress_health_check=SLOW,
-    )
+    @SETTINGS
     @given(programs(family))
     def run(spec: Spec) -> None:
         check(spec, allowed=is_of_jax)

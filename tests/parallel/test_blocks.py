@@ -4,7 +4,6 @@
 """
 
 import functools
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -22,6 +21,7 @@ import redco_eqx as rx
 from redco_eqx._parallel.scan import check_remat
 
 SIZE, LENGTH, BATCH = 64, 16, 8
+SPLIT = {"sequence_parallel": True}
 
 
 def linear(num_in: int, num_out: int, seed: int = 0) -> Any:
@@ -110,11 +110,7 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
     """The result is that of a loop written by hand; only the carry has its leading dim."""
     rng = np.random.default_rng(0)
     weights, biases = rng.normal(size=(3, 4, 4)).astype(np.float32), np.ones((3, 4), np.float32)
-    shifts, x, sums = (
-        np.arange(3.0, dtype=np.float32),
-        np.ones((8, 4), np.float32),
-        np.zeros((5, 8), np.float32),
-    )
+    shifts, x, sums = map(np.float32, (np.arange(3.0), np.ones((8, 4)), np.zeros((5, 8))))
     stack = {"w": weights, "b": biases, "shift": shifts}
     layers = [jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), stack) for i in range(3)]
 
@@ -151,25 +147,17 @@ def test_bad_input_is_refused_by_name():
     there = jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
     stack = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
     blocks: Any = rx.layers
+    labels = jnp.zeros((BATCH, LENGTH), int)
     cases: list[tuple[Any, str]] = [
         # By `scan_layers`, whose annotation is checked before it here.
         (lambda: check_remat("half"), r"remat='half'.*'none', 'full', 'row_out'"),
         (lambda: blocks.scan_layers(max, stack, x), "layers.b has 3 layers, but layers.w has 2"),
         (lambda: blocks.scan_layers(max, [], x), "layers has no layers"),
-        (
-            lambda: blocks.scan_layers(max, [there], placed, sequence_parallel=True),
-            r"dim 1.*tensor=8.*\(8, 12, 64\)",
-        ),
-        (
-            lambda: blocks.column(placed, there, sequence_parallel=True),
-            r"column: sequence_parallel.*\(8, 12, 64\)",
-        ),
-        (lambda: blocks.row(placed, there, sequence_parallel=True), r"row: sequence_parallel.*\(8, 12, 64\)"),
+        (lambda: blocks.scan_layers(max, [there], placed, **SPLIT), r"dim 1.*tensor=8.*\(8, 12, 64\)"),
+        (lambda: blocks.column(placed, there, **SPLIT), r"column: sequence_parallel.*\(8, 12, 64\)"),
+        (lambda: blocks.row(placed, there, **SPLIT), r"row: sequence_parallel.*\(8, 12, 64\)"),
         (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
-        (
-            lambda: blocks.cross_entropy(x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3),
-            "num_chunks=3 does not divide the length, 16",
-        ),
+        (lambda: blocks.cross_entropy(x, x[0], labels, num_chunks=3), "=3 does not divide the length, 16"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -177,14 +165,6 @@ def test_bad_input_is_refused_by_name():
 
 
 # Together: gradients, and gradients of these, on meshes and on one device in float64.
-
-SPLIT = {"sequence_parallel": True}
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
 
 
 @cache

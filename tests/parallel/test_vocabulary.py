@@ -89,9 +89,8 @@ def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are
         weights[place] = 0
 
     def loss(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
-        mean = rx.layers.cross_entropy(
-            hidden, table, labels, weights=weights, num_chunks=num_chunks, sequence_parallel=parallel
-        )
+        options = {"num_chunks": num_chunks, "sequence_parallel": parallel}
+        mean = rx.layers.cross_entropy(hidden, table, labels, weights=weights, **options)
         return mean.total, mean.weight
 
     table, *rows = on(name, whole, hidden, labels, weights)
@@ -118,12 +117,9 @@ def test_in_64_bits_a_label_is_not_cut() -> None:
     with jax.enable_x64(True):
         labels = TOKENS.astype(np.int64)
         labels[0, 0] = 2**32 + 5
-        total, found = jax.jit(
-            lambda table, hidden, labels: (
-                rx.layers.cross_entropy(hidden, table, labels).total,
-                rx.layers.embed(table, labels)[0, 0],
-            )
-        )(*on("2x2x2", TABLE, HIDDEN, labels))
+        given = on("2x2x2", TABLE, HIDDEN, labels)
+        total = jax.jit(lambda table, *rest: rx.layers.cross_entropy(rest[0], table, rest[1]).total)(*given)
+        found = jax.jit(rx.layers.embed)(given[0], given[2])[0, 0]
         assert np.isnan(total)
         assert np.isnan(found).all()
 
@@ -140,9 +136,8 @@ def test_neither_the_batch_nor_the_logits_are_gathered(name, tied, num_chunks, p
         table = model["embedding"].weight
         hidden = jnp.tanh(rx.layers.embed(table, ids, sequence_parallel=parallel))
         head = table if tied else model["head"]
-        return rx.layers.cross_entropy(
-            hidden, head, labels, num_chunks=num_chunks, sequence_parallel=parallel
-        ).value
+        options = {"num_chunks": num_chunks, "sequence_parallel": parallel}
+        return rx.layers.cross_entropy(hidden, head, labels, **options).value
 
     rng = np.random.default_rng(0)
     model: dict[str, Any] = {"embedding": eqx.nn.Embedding(128, 64, key=jax.random.key(0))}

@@ -27,15 +27,8 @@ def squares(model: Any, batch: Any, key: Any) -> Any:
 
 
 def plan(model: Any = make_mlp, **arguments: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "loss_fn": squares,
-        "optimizer": OPTIMIZER,
-        "batch": BATCH,
-        "bytes_per_device": 2**40,
-        "progress": False,
-        "max_compilations": 1,
-    }
-    found = rx.plan(model, **{**defaults, **arguments})
+    defaults: dict[str, Any] = {"loss_fn": squares, "optimizer": OPTIMIZER, "batch": BATCH, "progress": False}
+    found = rx.plan(model, **{**defaults, "bytes_per_device": 2**40, "max_compilations": 1, **arguments})
     for trial in found.trials:  # what is refused by these bytes does not fit
         assert trial.memory.peak is None or trial.memory.arguments <= trial.memory.peak
     return found
@@ -84,11 +77,8 @@ def make_pair(key: Any) -> eqx.nn.MLP:
 def test_bytes_of_layers_have_a_closed_form_and_are_those_of_the_compiled_step() -> None:
     # An all-reduce sends 7/8 of a weight twice. FSDP gathers each weight once, also of a list, and the compiler
     # for CPUs sums its gradient whole.
-    for make, axis, times, scalars in (
-        (make_linear, "data", 2, 32),
-        (make_linear, "fsdp", 3, 32),
-        (make_pair, "fsdp", 2 * 3, 64),
-    ):
+    cases = ((make_linear, "data", 2, 32), (make_linear, "fsdp", 3, 32), (make_pair, "fsdp", 2 * 3, 64))
+    for make, axis, times, scalars in cases:
         best = plan(make, batch=WIDE, mesh={axis: 8}).best
         closed = times * 7 / 8 * 64 * 64 * 4
         assert closed <= best.predicted_bytes <= closed + 32  # and some scalars
@@ -96,9 +86,7 @@ def test_bytes_of_layers_have_a_closed_form_and_are_those_of_the_compiled_step()
         assert dataclasses.replace(best, predicted_bytes=0.0).sent_bytes == best.sent_bytes
 
 
-def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_predicted_bytes_follow_dtype_microbatches_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_bfloat16(model: Any, batch: Any, key: Any) -> Any:
         return squares(*rx.cast((model, batch), jnp.bfloat16), key)
 

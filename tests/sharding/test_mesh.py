@@ -13,15 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import batch_sharding, make_mesh
-from redco_eqx._sharding.mesh import (
-    AXES,
-    axis_size,
-    check_mesh,
-    num_batch_shards,
-    one_device_mesh,
-    put_global,
-    replicated,
-)
+from redco_eqx._sharding import mesh as meshes
+from redco_eqx._sharding.mesh import AXES, check_mesh
 
 SIZES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({}, (8, 1, 1)),
@@ -51,7 +44,7 @@ def test_given_devices_are_used_in_their_order():
     assert {d.id for d in mesh.devices.flat} == {d.id for d in devices}
     one = make_mesh(data=1, devices=devices)
     assert one.devices.item() == devices[0]
-    assert one_device_mesh(devices[0]) == one
+    assert meshes.one_device_mesh(devices[0]) == one
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
@@ -81,10 +74,7 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
 def test_meshes_that_are_refused_are_so_with_the_fix():
     explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
     check_mesh(make_mesh(mesh=explicit))
-    of_explicit, of_foreign = (
-        "mesh axes ('tensor',) are not of AxisType.Auto",
-        f"at least one of {AXES} is needed",
-    )
+    of_explicit, of_foreign = "('tensor',) are not of AxisType.Auto", f"at least one of {AXES} is needed"
     for mesh, *words in (
         (explicit, of_explicit, "make_mesh(mesh=mesh)"),
         (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),
@@ -107,7 +97,7 @@ def test_some_of_the_axes_are_enough():
     ):
         mesh = AbstractMesh((4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
         check_mesh(mesh)
-        assert num_batch_shards(mesh) == shards, axes
+        assert meshes.num_batch_shards(mesh) == shards, axes
         assert batch_sharding(mesh).spec == spec, axes
 
 
@@ -117,8 +107,8 @@ def test_some_of_the_axes_are_enough():
 def test_a_missing_axis_is_of_size_one():
     mesh = own_mesh((2, 4), ("data", "other"))
     sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
-    assert {axes: axis_size(mesh, axes) for axes in sizes} == sizes
-    assert {axes: axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
+    assert {axes: meshes.axis_size(mesh, axes) for axes in sizes} == sizes
+    assert {axes: meshes.axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
 
 
 # Placing.
@@ -129,10 +119,10 @@ def test_put_keeps_values_and_takes_keys():
     x, key = np.arange(64.0, dtype=np.float32).reshape(8, 8), jax.random.key(3)
     for spec in (P(), P("tensor"), P(None, ("data", "fsdp"))):
         for value in (x, jnp.asarray(x)):
-            result = put_global(value, NamedSharding(mesh, spec))
+            result = meshes.put_global(value, NamedSharding(mesh, spec))
             assert result.sharding == NamedSharding(mesh, spec)
             np.testing.assert_array_equal(result, x)
-    result = put_global(key, replicated(mesh))
+    result = meshes.put_global(key, meshes.replicated(mesh))
     assert len(result.devices()) == 8
     assert_identical(result, key)
 

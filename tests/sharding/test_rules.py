@@ -117,9 +117,8 @@ def test_alternation_is_within_5_percent_of_the_best_layout(widths):
     specs = [d.spec for path, d in decide({"layers": layers}, mesh).items() if path.endswith("weight")]
     assert all("tensor" in spec for spec in specs)
     choices = [P("tensor"), P(None, "tensor")]
-    costs = {
-        layout: chain_cost(mesh, widths, layout) for layout in itertools.product(choices, repeat=len(layers))
-    }
+    layouts = itertools.product(choices, repeat=len(layers))
+    costs = {layout: chain_cost(mesh, widths, layout) for layout in layouts}
     ours = costs[tuple(specs)]
     assert ours <= 1.05 * min(costs.values())
     assert ours < max(costs.values()), "an oracle that cannot tell layouts apart holds nothing"
@@ -243,11 +242,8 @@ def test_much_that_is_replicated_is_never_silent():
 
 
 def test_the_warning_says_how_much_and_lists_the_largest():
-    model = {
-        "a": shaped(512, 8, 64),
-        "b": shaped(8, 8),
-        "norm": eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(2**17)),
-    }
+    norm = eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(2**17))
+    model = {"a": shaped(512, 8, 64), "b": shaped(8, 8), "norm": norm}
     (message,) = warned(model, abstract_mesh(tensor=4))
     assert message.startswith("shard_rules: 2.0 of 2.0 MiB are replicated")
     lines = message.splitlines()[1:]

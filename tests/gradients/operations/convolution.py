@@ -10,13 +10,9 @@ from gradients.operations._registry import either, one_of, operation
 MAX_CHANNELS = 32
 
 GEOMETRY: dict[str, Any] = {
-    "size": one_of(3, 1, 2),
-    "stride": one_of(1, 2),
-    "padding": one_of("same", "valid", "wide"),
-    "lhs_dilation": one_of(1, 2),
-    "rhs_dilation": one_of(1, 2),
-    "channels_first": either,
-}
+    "size": one_of(3, 1, 2), "stride": one_of(1, 2), "padding": one_of("same", "valid", "wide"),
+    "lhs_dilation": one_of(1, 2), "rhs_dilation": one_of(1, 2), "channels_first": either,
+}  # fmt: skip
 GROUPS = one_of(1, "depthwise", 2, 4)
 WIDTH = one_of(1, 2, 4, 8)
 
@@ -83,8 +79,7 @@ def ensemble_convolution(weight, x, index, *, members, groups, width, own, size,
     size_in = channels // members if own else channels
     groups, out = grouping(groups, width, size_in)
     kernels = weight("weight", members, *window(x, size), size_in // groups, out)
-    if own:
-        x = x.reshape(*x.shape[:-1], members, size_in)
+    x = x.reshape(*x.shape[:-1], members, size_in) if own else x
     axes = (-2 if own else None, 0)
     return jax.vmap(lambda x, k: convolve(x, k, groups=groups, **geometry), axes)(x, kernels).mean(0)
 
@@ -98,10 +93,8 @@ def per_example_convolution(weight, x, index, *, shots, groups, width, given, si
     if given:
         kernels = weight("table", 6, *shape)[index[: len(tasks), 0] % 6]
     else:
-        summary = tasks.mean(tuple(range(1, tasks.ndim - 1)))
-        kernels = jnp.tanh(
-            summary @ weight("weight", x.shape[-1], math.prod(shape)) + weight("bias", math.prod(shape))
-        )
+        summary, size = tasks.mean(tuple(range(1, tasks.ndim - 1))), math.prod(shape)
+        kernels = jnp.tanh(summary @ weight("weight", x.shape[-1], size) + weight("bias", size))
         kernels = kernels.reshape(len(tasks), *shape)
     y = jax.vmap(lambda x, k: convolve(x, k, groups=groups, **geometry))(tasks, kernels)
     return y.reshape(x.shape[0], *y.shape[2:])
