@@ -1,6 +1,7 @@
 """Small models of every family, with random numbers for their arrays, and inputs for them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -38,9 +39,7 @@ _T5 = {
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
     "gptj": {"model_type": "gptj", "rotary_dim": 4, **_GPT},
-    "gpt_neox": {
-        **_HIDDEN, "model_type": "gpt_neox", "vocab_size": VOCABULARY, "intermediate_size": 64,
-    },
+    "gpt_neox": {**_HIDDEN, "model_type": "gpt_neox", "vocab_size": VOCABULARY, "intermediate_size": 64},
     "opt_125m": _OPT,
     "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "llama": _LLAMA,
@@ -59,9 +58,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
     },
     "phi3": {**_LLAMA, "model_type": "phi3", "attention_bias": True},
-    "smollm3": {
-        **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,
-    },
+    "smollm3": {**_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False},
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "t5": _T5,
@@ -135,9 +132,8 @@ def telling(name: str, *, stacked: bool = True, dtype: Any = jnp.float32, **chan
 def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
     """The same arrays (layers in a list) in a model of other options."""
     kind, config, arrays = type(model), model.config, to_arrays(model)
-    shape = eqx.filter_eval_shape(
-        lambda key: kind(config, stacked=stacked, key=key, **options), jax.random.key(0)
-    )
+    make = functools.partial(kind, config, stacked=stacked, **options)
+    shape = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
     pieces = {key: arrays[e.path][index] for e in entries_of(model) for index, key in e.places}
     found = {e.path: np.stack([pieces[k] for k in e.keys]).reshape(e.shape) for e in entries_of(shape)}
     return from_arrays(shape, jax.tree.map(jnp.asarray, found))

@@ -37,9 +37,7 @@ WIDE = workloads.Sizes(dim=1152, num_layers=24, num_heads=9, vocabulary=1536, le
 
 
 @cache
-def compiled(
-    case_name: str, sizes: workloads.Sizes | None, name: str, fsdp: int, tensor: int, **options: Any
-) -> Any:
+def compiled(case_name: str, sizes: Any, name: str, fsdp: int, tensor: int, **options: Any) -> Any:
     """Case, mesh, collectives and memory of one `train_step` with AdamW."""
     case = workloads.quickstart_case() if sizes is None else workloads.family_case(case_name, sizes, **options)
     mesh = topology.mesh(name, fsdp=fsdp, tensor=tensor)
@@ -181,9 +179,8 @@ def test_a_stack_is_born_in_shards():
     )  # fmt: skip
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
     path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)
-    closed, arrays, static = making.trace_arrays(
-        lambda key: models.OPTForCausalLM(config, stacked=True, key=key), key
-    )
+    make: Any = partial(models.OPTForCausalLM, config, stacked=True)
+    closed, arrays, static = making.trace_arrays(lambda key: make(key=key), key)
     sharding = dict(leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh)))[path]
     births, values = making.births_of(closed, key)
     birth = births[[name for name, _ in leaves_with_paths(arrays)].index(path)]

@@ -36,9 +36,7 @@ def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_
     entry, mesh = PROGRAMS[name], mesh_of(mesh_name)
     with jax.enable_x64(True):
         model = filled(abstract(entry.make), jnp.float64, 0)
-        batch = jax.tree.map(
-            lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, entry.inputs(ROWS)
-        )
+        batch = {k: x.astype(np.float64) if x.dtype.kind == "f" else x for k, x in entry.inputs(ROWS).items()}
         loss, gradients = eqx.filter_jit(eqx.filter_value_and_grad(entry.loss))(model, batch)
         expected = {"loss": loss, **rx.to_arrays(gradients)}
         explanation = rx.explain(model, mesh, loss_fn=loss_of(entry), batch=batch)

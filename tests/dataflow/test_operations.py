@@ -12,11 +12,9 @@ from layouts import compiled_bytes
 import redco_eqx as rx
 
 ROWS, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
-MODEL = {
-    "up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32),
-    "down": jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32),
-}
-BATCH = {"x": jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)}
+shaped = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+MODEL = {"up": shaped((WIDTH, HIDDEN)), "down": shaped((HIDDEN, WIDTH))}
+BATCH = {"x": shaped((ROWS, LENGTH, WIDTH))}
 
 
 def loss(operation, model, batch, key):
@@ -131,11 +129,7 @@ def test_what_goes_across_columns_is_charged_as_compiled(name):
 def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_first):
     """Rows that a split scale splits are gathered for a product, whose gradient takes them once more."""
     dims = (HIDDEN, times * HIDDEN) if is_first else (times * HIDDEN, HIDDEN)
-    model = {
-        "scale": jax.ShapeDtypeStruct((HIDDEN,), jnp.float32),
-        "up": jax.ShapeDtypeStruct(dims, jnp.float32),
-    }
-    batch = jax.ShapeDtypeStruct((ROWS, LENGTH, HIDDEN), jnp.float32)
+    model, batch = {"scale": shaped((HIDDEN,)), "up": shaped(dims)}, shaped((ROWS, LENGTH, HIDDEN))
 
     def loss(model, batch, key):
         x, up = jnp.tanh(batch * model["scale"]), model["up"]

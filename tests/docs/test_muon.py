@@ -46,14 +46,13 @@ def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_ba
     def numbers(params):
         return {path: dims.get(path) for path in params}
 
-    optax_muon = optax.contrib.muon(
-        1e-2, weight_decay=0.1, adam_learning_rate=1e-3, muon_weight_dimension_numbers=numbers
-    )
+    options = {"weight_decay": 0.1, "adam_learning_rate": 1e-3}
+    optax_muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers, **options)
     expected, like, _ = two_updates(model, alone, stacked, optax_muon)
     meshes = [rx.make_mesh(fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))]
     for mesh in (alone, *meshes):
         model = make_model(mesh, stacked, 0)
-        optimizer = recipe["owned_muon"](1e-2, model, dims, weight_decay=0.1, adam_learning_rate=1e-3)
+        optimizer = recipe["owned_muon"](1e-2, model, dims, **options)
         found, opt_state, compiled = two_updates(model, mesh, stacked, optimizer)
         assert jax.tree.structure(opt_state) == jax.tree.structure(like)
         # Float32: the iteration of a stack rounds otherwise than that of one matrix.

@@ -15,6 +15,7 @@ SEPARABLE: Spec = {"name": "separable_convolution", "width": 1, "multiplier": 1,
 GROUPED: Spec = {"name": "convolution", "groups": 2, "width": 8, "bias": False, **GEOMETRY}
 LOOKUP: Spec = {"name": "embedding", "size": 16, "scaled": False, "axis": 0, "mode": "fill", "beyond": True}
 STACKED: Spec = {"name": "stacked_convolutions", "layers": 2, "size": 3, "groups": "depthwise"}
+FFT: Spec = {"name": "fft", "axis": 2, "how": "imag"}
 COMPLEX: Spec = {"name": "complex_linear", "width": 8, "how": "abs"}
 ADAPTED: Spec = {"name": "adapted_convolution", "groups": 1, "width": 1, "rate": 0.1, "size": 3}
 
@@ -57,9 +58,7 @@ GOLDEN: dict[str, Spec] = {
     "pointwise adapted by example": program({**POINTWISE, "groups": 2, "width": 8}, batch=16, layouts=FSDP),
     # Fourier transforms over a split dim: a crash over the batch, an error over channels.
     "fft over the batch": program({"name": "fft", "axis": 0, "how": "real"}, batch=16, layouts=FSDP),
-    "fft over split channels": program(
-        {"name": "fft", "axis": 2, "how": "imag"}, layouts=[["data2xtensor4", 32]]
-    ),
+    "fft over split channels": program(FFT, layouts=[["data2xtensor4", 32]]),
     # Kernels of grouped convolutions that are split: a crash, an error or wrong second derivatives.
     "depthwise kernel split, inner step": program(SEPARABLE, **INNER, layouts=[["data2xtensor4", 2]]),
     "adapted grouped kernel split, inner step": program(IN_TWO, **INNER, layouts=[["2x2x2", 82]]),

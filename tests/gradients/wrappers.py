@@ -42,9 +42,8 @@ def _custom_jvp(layer: Layer) -> Layer:
 def _cond(layer: Layer) -> Layer:
     def wrapped(weights: Any, x: Any, index: Any) -> Any:
         other = jax.tree.map(lambda w: 0.5 * w, weights)
-        return jax.lax.cond(
-            index[0, 0] % 2 == 0, layer, lambda _, *rest: layer(other, *rest), weights, x, index
-        )
+        is_even = index[0, 0] % 2 == 0
+        return jax.lax.cond(is_even, layer, lambda _, *rest: layer(other, *rest), weights, x, index)
 
     return wrapped
 

@@ -46,7 +46,7 @@ def arrays_with(key, x):
     return of_arrays(lambda arrays: {**arrays, key: x})
 
 
-def zeros(*shape, dtype=np.float32):
+def zeros(*shape, dtype: Any = np.float32):
     return np.zeros(shape, dtype)
 
 

@@ -45,9 +45,8 @@ def loss_fn(model, batch, key):
 
 
 def predict_fn(model, batch, key):
-    return models.sample_images(
-        model, batch["tokens"], batch["empty"], num_steps=2, guidance_scale=3.0, key=key
-    )
+    options = {"num_steps": 2, "guidance_scale": 3.0, "key": key}
+    return models.sample_images(model, batch["tokens"], batch["empty"], **options)
 
 
 def run(**axes):
@@ -106,9 +105,8 @@ def test_saved_and_loaded_on_a_mesh_it_is_the_same(tmp_path):
 
 def test_other_dtypes_sizes_and_a_rescaled_scheduler_are_taken(saved):
     half = models.load_stable_diffusion(saved, dtype=jnp.bfloat16)
-    scheduler = models.DDPMScheduler(
-        prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"
-    )
+    options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    scheduler = models.DDPMScheduler(prediction_type="v_prediction", **options)
     model = dataclasses.replace(half, scheduler=scheduler)
     ids, latents = jnp.asarray(batch_of(2)["tokens"]), np.random.default_rng(0).normal(size=(2, 4, 2, 6))
     found = models.sample_images(

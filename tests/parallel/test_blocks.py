@@ -110,7 +110,7 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
     """The result is that of a loop written by hand; only the carry has its leading dim."""
     rng = np.random.default_rng(0)
     weights, biases = rng.normal(size=(3, 4, 4)).astype(np.float32), np.ones((3, 4), np.float32)
-    shifts, x, sums = map(np.float32, (np.arange(3.0), np.ones((8, 4)), np.zeros((5, 8))))
+    shifts, x, sums = (a.astype(np.float32) for a in (np.arange(3), np.ones((8, 4)), np.zeros((5, 8))))
     stack = {"w": weights, "b": biases, "shift": shifts}
     layers = [jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), stack) for i in range(3)]
 
@@ -131,9 +131,8 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
             flow = x[None], sums[:, :1]
             return rx.layers.scan_layers(apply, stack, flow, batched=(False, None))[0][0]
 
-        scanned, listed = (
-            rx.layers.scan_layers(apply, given, (x, sums), batched=(True, None)) for given in (stack, layers)
-        )
+        run = functools.partial(rx.layers.scan_layers, apply, batched=(True, None))
+        scanned, listed = (run(given, (x, sums)) for given in (stack, layers))
         return [scanned, listed, (jax.vmap(one_example)(x), expected_sums)]
 
     for found in all_ways(jax.tree.map(jnp.asarray, stack), x, sums):
@@ -171,9 +170,8 @@ def test_bad_input_is_refused_by_name():
 def make_model(seed: int = 0, **options: Any) -> Any:
     """A Gemma 2, whose scores have a cap: JAX's own attention takes its softmax in float32. Over 8 shards its 4
     heads of keys and values stay whole. Arrays of other seeds serve as directions."""
-    model = tiny_models.abstract(
-        "gemma2", stacked=True, attn_logit_softcapping=3.0, layer_types=["full_attention"] * 2
-    )
+    options_of: Any = {"attn_logit_softcapping": 3.0, "layer_types": ["full_attention"] * 2}
+    model = tiny_models.abstract("gemma2", stacked=True, **options_of)
     return tiny_models.restack(filled(model, jnp.float64, seed), **options)
 
 
@@ -233,10 +231,11 @@ def expected() -> Any:
     return jax.jit(meta_step)(rx.init_state(make_model(), OPTIMIZER, key=jax.random.key(0)), tasks())
 
 
+WAYS = [("tensor8", SPLIT, 1), ("2x2x2", {"remat": "row_out"}, 2)]
+
+
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(
-    ("mesh", "options", "num_chunks"), [("tensor8", SPLIT, 1), ("2x2x2", {"remat": "row_out"}, 2)]
-)
+@pytest.mark.parametrize(("mesh", "options", "num_chunks"), WAYS)
 def test_a_step_of_meta_learning(mesh: str, options: dict[str, Any], num_chunks: int) -> None:
     on, model = mesh_of(mesh), make_model(**options)
     shardings = rx.shard_rules(model, on)

@@ -82,9 +82,7 @@ def test_a_stream_split_along_the_tokens_moves_the_bytes_of_one_that_is_whole(na
         ),
     ],
 )
-def test_fsdp_gathers_each_layer_forward_and_again_backward_unless_it_is_kept(
-    mesh_name, stacked, remat, reshard
-):
+def test_fsdp_gathers_each_layer_forward_and_backward_unless_it_is_kept(mesh_name, stacked, remat, reshard):
     mesh = mesh_of(mesh_name)
     case = workloads.family_case("LLaMA", TINY, stacked=stacked, remat=remat)
     found = collectives.step_communication(case, mesh, reshard_after_forward=reshard)

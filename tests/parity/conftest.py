@@ -19,9 +19,7 @@ def reference() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def directory(
-    tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any]
-) -> Callable[[str], Path]:
+def directory(tmp_path_factory: Any, reference: Callable[[str], Any]) -> Callable[[str], Path]:
     """Return the directory where `save_pretrained` of transformers or diffusers has written the reference."""
 
     @cache

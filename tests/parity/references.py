@@ -35,6 +35,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_SCALED = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 0.5, "beta_slow": 0.05}
 
 
 _RIGHT, _BOTH_SIDES = ("right",), ("left", "right")
@@ -143,9 +144,7 @@ DECODERS = {
     ),
     "llama_llama3": _llama({"tie_word_embeddings": True}, **_LLAMA3, rope_theta=500.0),
     "llama_yarn": _llama({}, **_YARN, rope_theta=500.0),
-    "llama_yarn_scaled": _llama(
-        {}, **_YARN, rope_theta=500.0, mscale=2.0, mscale_all_dim=0.5, beta_fast=0.5, beta_slow=0.05
-    ),
+    "llama_yarn_scaled": _llama({}, **_YARN, **_SCALED, rope_theta=500.0),
     "mistral": _decoder("mistral", sliding_window=7),
     "qwen2": _decoder("qwen2"),
     "qwen3": _decoder("qwen3", head_dim=16),

@@ -45,9 +45,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "model_type", [x for x, (_, kind) in FAMILIES.items() if issubclass(kind, models.DecoderLM)]
-)
+DECODERS = [name for name, (_, kind) in FAMILIES.items() if issubclass(kind, models.DecoderLM)]
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
 def test_configurations_made_here_open_there(model_type, tmp_path):
     # With as much left to defaults as there is, null included.
     config, kind = FAMILIES[model_type]

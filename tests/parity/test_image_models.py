@@ -43,9 +43,10 @@ def assert_same(there, loss, expected, model, loss_fn):
     assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "height", "remat"), [("sd1", 8, "none"), ("sd2", 8, "full"), ("other", 7, "none")]
-)
+UNETS = [("sd1", 8, "none"), ("sd2", 8, "full"), ("other", 7, "none")]
+
+
+@pytest.mark.parametrize(("name", "height", "remat"), UNETS)
 def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat, directory, reference):
     generator = np.random.default_rng(0)
     sample, texts = generator.normal(size=(2, 4, height, 8)), generator.normal(size=(2, 5, 24))

@@ -23,10 +23,8 @@ SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"
 DDIM_SD = {**SD, "clip_sample": False, "set_alpha_to_one": False}
 V = {"prediction_type": "v_prediction"}
 COSINE = {"beta_schedule": "squaredcos_cap_v2"}
-SCHEDULERS = {
-    "ddim": diffusers.DDIMScheduler(**DDIM_SD, **V),
-    "pndm": diffusers.PNDMScheduler(**SD, skip_prk_steps=True),
-}
+DDIM, PNDM = diffusers.DDIMScheduler(**DDIM_SD, **V), diffusers.PNDMScheduler(**SD, skip_prk_steps=True)
+SCHEDULERS = {"ddim": DDIM, "pndm": PNDM}
 
 
 def make_tokenizer():

@@ -189,9 +189,8 @@ def test_shard_rules_is_what_explain_found_with_a_sharding_for_each_array_and_no
 
 def test_first_matching_override_decides_alone():
     mesh = abstract_mesh(data=1, fsdp=2, tensor=2)
-    decisions = decide(
-        small_model(), mesh, [("layers.0.weight", P(None, "fsdp")), ("layers.*.weight", P(("fsdp", "tensor")))]
-    )
+    overrides = [("layers.0.weight", P(None, "fsdp")), ("layers.*.weight", P(("fsdp", "tensor")))]
+    decisions = decide(small_model(), mesh, overrides)
     assert decisions["layers.0.weight"].spec == P(None, "fsdp")
     assert decisions["layers.2.weight"].spec == P(("fsdp", "tensor"))
     assert decisions["layers.2.weight"].role == "override"

@@ -61,11 +61,8 @@ def strip(spec: Any) -> tuple[Any, ...]:
 def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     """`{path: spec}` for every array leaf; `...` where any layout is right."""
     model = eqx.filter_eval_shape(entry.make, jax.random.key(0)) if model is None else model
-    patterns = entry.specs.items()
-    return {
-        path: next((spec for pattern, spec in patterns if fnmatchcase(path, pattern)), ())
-        for path in rx.to_arrays(model)
-    }
+    patterns, paths = entry.specs.items(), rx.to_arrays(model)
+    return {path: next((spec for glob, spec in patterns if fnmatchcase(path, glob)), ()) for path in paths}
 
 
 def unlike(specs: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:

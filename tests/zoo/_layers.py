@@ -18,10 +18,7 @@ rms_norm = partial(eqx.nn.RMSNorm, D, use_bias=False)
 def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
     """A Linear under each name, of so many inputs and outputs."""
     keys = jax.random.split(key, len(sizes))
-    return {
-        name: eqx.nn.Linear(num_in, num_out, bias, key=k)
-        for (name, (num_in, num_out)), k in zip(sizes.items(), keys)
-    }
+    return {name: eqx.nn.Linear(*size, bias, key=k) for (name, size), k in zip(sizes.items(), keys)}
 
 
 def mlp(key: Any, *, depth: int = 1, num_out: int = D) -> eqx.nn.MLP:
@@ -61,9 +58,7 @@ def rotate(x: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(
-    q: Any, k: Any, v: Any, *, causal: bool = False, rotary: bool = False, scale: bool = True, bias: Any = None
-) -> Any:
+def attend(q, k, v, *, causal: bool = False, rotary: bool = False, scale: bool = True, bias: Any = None) -> Any:
     """Attention of (time, heads * head dim) arrays, of which keys and values may have fewer heads."""
     q = q.reshape(len(q), HEADS, -1)
     k, v = (x.reshape(len(x), -1, q.shape[-1]) for x in (k, v))

@@ -54,9 +54,7 @@ def mixed(weight: Any, x: Any) -> Any:
     return rows(weight, x) @ weight("weight", x.shape[-1], 8)
 
 
-def operation(
-    family: str, begin: Apply = lambda weight, x: x, **settings: st.SearchStrategy[Any]
-) -> Callable[[Apply], Apply]:
+def operation(family: str, begin: Apply = lambda weight, x: x, **settings: Any) -> Callable[[Apply], Apply]:
     """Enters a function under its own name."""
 
     def enter(apply: Apply) -> Apply:

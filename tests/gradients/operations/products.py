@@ -28,9 +28,7 @@ def attention(weight, x, index, *, heads, causal):
     """Not `jax.nn.dot_product_attention`, which computes in float32 whatever it is given."""
     b, length, c = x.shape
     width = heads * 4
-    q, k, v = (
-        (x @ weight(name, c, width)).reshape(b, length, heads, 4) for name in ("q_proj", "k_proj", "v_proj")
-    )
+    q, k, v = ((x @ weight(f"{name}_proj", c, width)).reshape(b, length, heads, 4) for name in "qkv")
     scores = jnp.einsum("blhd,bmhd->bhlm", q, k) / 2
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9) if causal else scores
     y = jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores), v)

@@ -20,9 +20,8 @@ def filter_rfft(weight, x, index, *, axis, norm):
     shape = [1, 1, 1]
     shape[axis] = n // 2 + 1
     filters = weight("real", n // 2 + 1) + 1j * weight("imag", n // 2 + 1)
-    return jnp.fft.irfft(
-        jnp.fft.rfft(x, axis=axis, norm=norm) * filters.reshape(shape), n, axis=axis, norm=norm
-    )
+    y = jnp.fft.rfft(x, axis=axis, norm=norm) * filters.reshape(shape)
+    return jnp.fft.irfft(y, n, axis=axis, norm=norm)
 
 
 @operation("spectral", mixed, axes=one_of((1, 2), (0, 1), (0, 2)), real=either)
