@@ -74,17 +74,10 @@ def returning(output: Any) -> Any:
     return lambda model, batch, key: output(loss_fn(model, batch, key))
 
 
-class Block(eqx.Module):
-    linear: eqx.nn.Linear
-    rate: float
-
-    def __init__(self, key: Any):
-        self.linear, self.rate = eqx.nn.Linear(2, 2, key=key), 0.5
-
-
 def call_stacked() -> None:
     """Calls a model of stacked layers under a plain `jax.jit`, which makes an array of its `rate`."""
-    layers = eqx.filter_vmap(Block)(jax.random.split(KEY, 3))
+    keys = jax.random.split(KEY, 3)
+    layers = eqx.filter_vmap(lambda key: {"linear": eqx.nn.Linear(2, 2, key=key), "rate": 0.5})(keys)
     jax.jit(lambda layers, x: rx.layers.scan_layers(lambda _, x: x, layers, x))(layers, BATCH["x"])
 
 

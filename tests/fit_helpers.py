@@ -109,6 +109,12 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(jnp.sum(weight * errors), jnp.sum(weight)), {"plain": jnp.mean(errors)}
 
 
+def dropout_loss(model: Any, batch: Any, key: Any) -> Any:
+    keep = jax.random.bernoulli(key, 0.7, batch["x"].shape)
+    errors = errors_of(model, {**batch, "x": batch["x"] * keep})
+    return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"])), {"plain": jnp.mean(errors)}
+
+
 def linear_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None, dim: int = 2) -> Any:
     return _state(eqx.nn.Linear(dim, dim, key=jax.random.key(0)), optimizer, mesh or rx.make_mesh(data=1))
 

@@ -20,15 +20,13 @@ class ByEpoch:
     """An iterable that is told its epoch, as a dataset of Hugging Face is."""
 
     def __init__(self, examples: Any):
-        self.examples, self.epoch, self.num_read = examples, 0, 0
+        self.examples, self.epoch = examples, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Any:
-        for i in order(len(self.examples), self.epoch):
-            self.num_read += 1
-            yield self.examples[i]
+        return generate(self.examples, self.epoch)
 
 
 class WithState(ByEpoch):
@@ -42,7 +40,6 @@ class WithState(ByEpoch):
         begin, self.at = self.at, 0
         for at, i in enumerate(order(len(self.examples), self.epoch)):
             if at >= begin:
-                self.num_read += 1
                 self.at = at + 1
                 yield self.examples[i]
         self.at = 0
@@ -59,7 +56,7 @@ class StatefulIterator:
     """An iterator with a state, as those of Grain are."""
 
     def __init__(self, examples: Any, epoch: int):
-        self.examples, self.at, self.num_read = examples, 0, 0
+        self.examples, self.at = examples, 0
         self.order = order(len(examples), epoch)
 
     def __iter__(self) -> Any:
@@ -69,7 +66,6 @@ class StatefulIterator:
         if self.at == len(self.order):
             raise StopIteration
         self.at += 1
-        self.num_read += 1
         return self.examples[self.order[self.at - 1]]
 
     def get_state(self) -> bytes:

@@ -1,6 +1,8 @@
 """Paths, predicates, `to_arrays`/`from_arrays`, `cast`, `by_path`; and what is shown, in a notebook too."""
 
 import json
+import os
+import pathlib
 import textwrap
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,27 +206,13 @@ def test_gradients_of_a_cast_come_back_in_the_dtype_of_the_parameters():
 # A notebook, executed: Ctrl-C ends the cell and not the kernel, and what is shown is short.
 
 SETUP = """
-    import os, signal, sys
-    import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+    import signal, sys
+    from fit_helpers import Collate, counted, linear_state
     import redco_eqx as rx
-    examples = [np.float32(i / 64) for i in range(64)]
-    optimizer = optax.sgd(0.01)
-    num_calls = 0
-    def collate_fn(examples):
-        global num_calls
-        num_calls += 1
-        if num_calls == 5:
-            os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's button does
-        return np.stack(examples)[:, None]
-    def loss_fn(model, batch, key):
-        return jnp.mean(jax.vmap(model)(batch) ** 2)
-    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
-    explanation = rx.explain(model, rx.make_mesh())
-    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    collate_fn, state = Collate(5, signal.SIGINT), linear_state()  # as Jupyter's button does
+    explanation = rx.explain(state.model, rx.make_mesh())
     def fit(state):
-        return rx.fit(state, rx.Data(examples, prefetch=0), collate_fn=collate_fn, loss_fn=loss_fn,
-                      optimizer=optimizer,
-                      batch_size=4, num_steps=20, loggers=())[0]
+        return counted(state, collate_fn=collate_fn, num_steps=20)
 """
 CELLS = [SETUP, "state = fit(state)", "state = sys.last_value.state\nstate", "fit(state)", "explanation"]
 
@@ -233,10 +221,11 @@ def shown(cell: Any, mime: str) -> str:
     return "".join(output.data[mime] for output in cell.outputs if "data" in output and mime in output.data)
 
 
-def test_an_interrupt_in_a_notebook() -> None:
+def test_an_interrupt_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are of the group `tests`")
     from nbformat import v4
 
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent), prepend=os.pathsep)
     notebook = v4.new_notebook(cells=[v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
     first, interrupted, recovered, further, explained = notebook.cells
@@ -247,7 +236,7 @@ def test_an_interrupt_in_a_notebook() -> None:
     assert "sys.last_value.state" in "\n".join(error.traceback)
     assert len(error.traceback) < 4
     assert "To exit" not in json.dumps(interrupted.outputs)
-    assert shown(recovered, "text/plain").startswith("TrainState(step 5, 2 parameters of 8 B")
+    assert shown(recovered, "text/plain").startswith("TrainState(step 5, 2 parameters of 24 B")
     assert shown(further, "text/plain").startswith("TrainState(step 25, ")
     header, *_ = shown(explained, "text/plain").splitlines()
     assert header.split() == ["path", "shape", "spec", "role", "per", "device", "reason"]

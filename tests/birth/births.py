@@ -110,16 +110,6 @@ def everything(key: Any) -> dict[str, Any]:
 JITTED = eqx.filter_jit(block)
 
 
-def make(key: Any) -> dict[str, Any]:
-    keys = jax.random.split(key, 3)
-    return {
-        "stack": SPREAD["initialisers stacked"](keys[0]),
-        "whole stack": OTHERS["orthogonal stacked"](keys[1]),
-        "whole": OTHERS["normalised"](keys[2]),
-        "keys": keys,
-    }
-
-
 def make_and_print(key: Any) -> Any:
     jax.debug.callback(lambda: None)
     return SPREAD["embedding"](key)
@@ -133,7 +123,7 @@ def main() -> None:
     initialize_distributed()
     assert len(jax.devices()) == 4
     mesh, alone = make_mesh(tensor=2, fsdp=2), one_device_mesh(jax.local_devices()[0])
-    for maker in (make, make_and_print):
+    for maker in (everything, make_and_print):
         born, expected = (to_arrays(init_model(maker, on, key=jax.random.key(0))) for on in (mesh, alone))
         assert any(not x.is_fully_replicated for x in born.values())
         for path, x in born.items():

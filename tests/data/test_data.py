@@ -118,9 +118,7 @@ def test_placed_batch_is_the_collated_one(name):
     for batch, host in zip(made, collated):
         expected = batch_sharding(mesh) if len(host["x"]) % num_batch_shards(mesh) == 0 else replicated(mesh)
         for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(host), strict=True):
-            assert x.sharding == expected
-            assert x.dtype == y.dtype
-            assert x.committed
+            assert (x.sharding, x.dtype, x.committed) == (expected, y.dtype, True)
             np.testing.assert_array_equal(x, y)
 
 
@@ -146,17 +144,12 @@ def test_prefetch_runs_ahead_and_no_further():
 def close_early(made):
     next(made)
     made.close()
-    with pytest.raises(StopIteration):
-        next(made)
+    assert next(made, None) is None
 
 
 def raise_in_consumer(made):
-    def loop(made):
-        for _ in made:
-            raise RuntimeError("consumer")
-
-    with pytest.raises(RuntimeError, match="consumer"):
-        loop(made)
+    with pytest.raises(ZeroDivisionError):
+        [1 // 0 for _ in made]
 
 
 def lose_in_a_cycle(made):
@@ -204,7 +197,6 @@ def test_interrupt_while_waiting():
         release.wait(10)
         return collate(examples)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     made = batches(range(80), stuck)
     try:
@@ -215,7 +207,6 @@ def test_interrupt_while_waiting():
         assert time.monotonic() - begin < 5
     finally:
         timer.join()
-        signal.signal(signal.SIGINT, before)
         release.set()
     assert no_threads_left()
 
@@ -243,25 +234,19 @@ def test_exception_arrives_at_its_batch(error):
 
 
 def test_workers_collate_at_the_same_time_and_keep_the_order():
-    inside, most, lock = 0, 0, threading.Lock()
-    all_in = threading.Barrier(4, timeout=10)
+    threads, all_in = set(), threading.Barrier(4, timeout=10)
 
     def uneven(examples):
         """Takes longer for earlier examples, so that workers overtake each other."""
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
+        threads.add(threading.current_thread())
         if examples[0] < 32:
             all_in.wait()
         time.sleep(0.02 if examples[0] % 3 == 0 else 0.0)
-        with lock:
-            inside -= 1
         return collate(examples)
 
     made = values(batches(range(80), uneven, num_workers=4, prefetch=1))
     assert made == [list(range(i, i + 8)) for i in range(0, 80, 8)]
-    assert most == 4
+    assert len(threads) == 4
 
 
 # What collate_fn may return

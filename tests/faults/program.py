@@ -40,10 +40,9 @@ def main(options: dict[str, Any]) -> None:
 
     import time
 
-    import jax.numpy as jnp
     import numpy as np
     import optax
-    from fit_helpers import collate, errors_of, fit, make_examples, mlp_state
+    from fit_helpers import collate, dropout_loss, fit, make_examples, mlp_state
 
     import redco_eqx as rx
 
@@ -62,9 +61,7 @@ def main(options: dict[str, Any]) -> None:
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         happen("compilation")
-        keep = jax.random.bernoulli(key, 0.7, batch["x"].shape)
-        errors = errors_of(model, {**batch, "x": batch["x"] * keep})
-        return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"]))
+        return dropout_loss(model, batch, key)
 
     def predict_fn(model: Any, batch: Any, key: Any) -> Any:
         return batch["id"]

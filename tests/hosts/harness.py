@@ -125,11 +125,6 @@ def results(out):
     return [json.loads((out / f"result.{i}.json").read_text()) for i in range(2)]
 
 
-def largest_difference(got, expected):
-    """Between two structures of numbers, which must be alike otherwise."""
-    return max(jax.tree.leaves(jax.tree.map(lambda x, y: abs(x - y), got, expected)), default=0.0)
-
-
 def compare(found, expected):
     """`{mesh: largest difference}`; every process has all results, process 0 alone the logged rows."""
     worst = {}
@@ -138,5 +133,7 @@ def compare(found, expected):
             wanted = dict(expected[mesh])
             if process:
                 wanted["rows"] = []
-            worst[mesh] = max(worst.get(mesh, 0.0), largest_difference(result[mesh], wanted))
+            # Structures of numbers, which must be alike otherwise.
+            differences = jax.tree.map(lambda x, y: abs(x - y), result[mesh], wanted)
+            worst[mesh] = max([worst.get(mesh, 0.0), *jax.tree.leaves(differences)])
     return worst

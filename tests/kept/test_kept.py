@@ -69,8 +69,7 @@ def test_a_second_run_compiles_and_traces_nothing() -> None:
     assert num_traces > 0
     with compilations() as compiled:
         second = run()  # its optimizer and its evaluation are new objects, made alike
-    assert next(traces) == num_traces + 1
-    assert compiled == []
+    assert (next(traces), compiled) == (num_traces + 1, [])
     assert_same(first[0], second[0])
     assert first[1] == second[1]
 

@@ -229,10 +229,6 @@ def after(transform: Any) -> Any:
     return optax.chain(sgd(), transform)
 
 
-def first(step: Any, **_: Any) -> Any:
-    return step < 1
-
-
 def by_muon(params: Any) -> Any:
     return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
@@ -244,7 +240,7 @@ LABELS = {"weight": "a", "bias": "b"}
 HOW: dict[str, Any] = {
     "optax.apply_if_finite": lambda: optax.apply_if_finite(sgd(), 2),
     "optax.chain": lambda: optax.chain(optax.clip(1.0), sgd()),
-    "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), first),
+    "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step, **_: jnp.less(step, 1)),
     "optax.freeze": lambda: after(optax.freeze({"weight": False, "bias": True})),
     "optax.lbfgs": lambda: optax.lbfgs(memory_size=2),
     "optax.lookahead": lambda: optax.lookahead(sgd(), 2, 0.5),

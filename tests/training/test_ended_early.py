@@ -124,11 +124,10 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
     ours, theirs = os.openpty()
     with (tmp_path / "errors").open("w") as errors:
         options: Any = {"stdin": theirs, "stderr": errors, "start_new_session": True}
-        child = tiny.python(SCRIPT, os.ttyname(theirs), **options)
+        child: Any = tiny.python(SCRIPT, os.ttyname(theirs), **options)
     deadline = threading.Timer(120, child.kill)
     deadline.start()
     try:
-        assert child.stdout is not None
         assert child.stdout.readline().startswith("step 500")
         os.write(ours, b"\x03")
         out, _ = child.communicate(timeout=60)
@@ -138,8 +137,7 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
         child.wait()
         os.close(theirs)
         os.close(ours)
-    assert out.splitlines()[-1] == "went on 5"
-    assert child.returncode == 0
+    assert (out.splitlines()[-1], child.returncode) == ("went on 5", 0)
 
 
 # Steps that are not finite
@@ -241,10 +239,6 @@ def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_wit
     assert_same(found, fit(state, WIDE, num_steps=3))
 
 
-def make_table(key: Any) -> Any:
-    return {"table": jax.random.normal(key, (16, 8))}
-
-
 def by_layers(model: Any, batch: Any, key: Any) -> Any:
     hidden = rx.layers.embed(model["table"], batch["ids"])
     return rx.layers.cross_entropy(hidden, model["table"], batch["labels"], num_chunks=2)
@@ -265,7 +259,7 @@ def test_an_index_outside_is_named(loss: Any, name: str, value: int) -> None:
     examples = [{x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")} for _ in range(80)]
     examples[18][name][2] = value  # row 2 of step 2
     mesh = rx.make_mesh(**MESHES["one" if loss is by_optax else "2x2x2"])
-    model = rx.init_model(make_table, mesh, key=jax.random.key(0))
+    model = rx.init_model(lambda key: {"table": jax.random.normal(key, (16, 8))}, mesh, key=jax.random.key(0))
     state = rx.init_state(model, SGD, key=jax.random.key(1))
     # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
     line = r"test_ended_early.py:\d+ \(" if loss is by_optax and name == "ids" else ""

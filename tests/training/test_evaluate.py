@@ -204,8 +204,7 @@ def test_rows_of_evaluations_and_when_they_are_made() -> None:
     by_epoch: Any = rx.Data(lambda epoch: EXAMPLES)
     found = counted(examples=by_epoch, prefetch=None, num_epochs=2, evaluation=evaluation, loggers=[rows])
     evaluations = rows.with_prefix("eval/")
-    assert [step for step, _ in evaluations] == [4, 8, 10]
-    assert int(found.step) == 10
+    assert ([step for step, _ in evaluations], int(found.step)) == ([4, 8, 10], 10)
     # First the rehearsal, on one batch, and then always everything, in order.
     assert metric.calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
     for _, row in evaluations:
@@ -226,8 +225,7 @@ def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once()
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=lambda *x: tiny.predict_fn(*x))
     with compilations() as compiled:
         found = tiny.fit(loss_fn=fresh_loss, num_epochs=3, evaluation=evaluation)
-    assert compiled.count(tiny.STEP) == 2
-    assert compiled.count(tiny.BODY) == 1
+    assert (compiled.count(tiny.STEP), compiled.count(tiny.BODY)) == (2, 1)
     assert_same(found, tiny.state_after(15, loss_fn=fresh_loss))
 
 

@@ -10,10 +10,8 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,10 +44,9 @@ time.sleep(60)
 
 
 @pytest.fixture
-def child(tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+def child(tmp_path: pathlib.Path) -> Any:
     """Another process that owns `tmp_path`."""
-    process = python(CHILD, tmp_path)
-    assert process.stdout is not None
+    process: Any = python(CHILD, tmp_path)
     assert process.stdout.readline() == "owns\n"
     yield process
     process.kill()

@@ -42,18 +42,13 @@ def kill() -> None:
 # Bit for bit
 
 
-def dropout_loss(model: Any, batch: Any, key: Any) -> Any:
-    keep = jax.random.bernoulli(key, 0.7, batch["x"].shape)
-    errors = tiny.errors_of(model, {**batch, "x": batch["x"] * keep})
-    return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"])), {"plain": jnp.mean(errors)}
-
-
 def on_a_mesh() -> Any:
     """With dropout, unequal weights, microbatches, Adam and a mesh with all axes."""
     optimizer, examples = optax.adam(1e-2), tiny.make_examples(44, dim=8)
-    arguments: Any = {"loss_fn": dropout_loss, "optimizer": optimizer, "batch_size": 8, "num_microbatches": 2}
     evaluation = rx.Evaluation(examples[:8], every_steps=4)
-    return tiny.mlp_state(optimizer), examples, {"evaluation": evaluation, "num_epochs": 3, **arguments}
+    sizes = {"batch_size": 8, "num_microbatches": 2, "num_epochs": 3}
+    functions: Any = {"loss_fn": tiny.dropout_loss, "optimizer": optimizer, "evaluation": evaluation}
+    return tiny.mlp_state(optimizer), examples, {**functions, **sizes}
 
 
 def with_a_hook() -> Any:
@@ -124,20 +119,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
 
 
 def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.Path) -> None:
-    class Noisy(eqx.Module):
-        norm: eqx.nn.BatchNorm
-        key: Any
-
-        def __init__(self, key: Any):
-            self.norm, self.key = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), key
+    def noisy() -> Any:
+        return {"norm": eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), "key": jax.random.key(3)}
 
     def make() -> Any:
-        return rx.init_state(eqx.nn.make_with_state(Noisy)(jax.random.key(3)), SGD, key=jax.random.key(1))
+        return rx.init_state(eqx.nn.make_with_state(noisy)(), SGD, key=jax.random.key(1))
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
-        apply = jax.vmap(model[0].norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        apply = jax.vmap(model[0]["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         out, model_state = apply(batch["x"], model[1])
-        noise = jax.random.normal(jax.random.fold_in(model[0].key, 1), (2,))
+        noise = jax.random.normal(jax.random.fold_in(model[0]["key"], 1), (2,))
         return jnp.mean((out - batch["y"] + noise) ** 2), {}, model_state
 
     start = make()
@@ -456,6 +447,5 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
 
     with pytest.raises(rx.errors.NonFiniteError) as caught:
         counted(None, tmp_path / "loss", loss_fn=infinite)
-    assert caught.value.step == 5
-    assert tiny.steps_in(tmp_path / "loss") == [2, 4]
+    assert (caught.value.step, tiny.steps_in(tmp_path / "loss")) == (5, [2, 4])
     assert_counted(caught.value.state, 5)
