@@ -1,24 +1,12 @@
 """Outputs, files and gradients of every family and variant equal those of transformers."""
 
+import comparison as compare
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comparison import (
-    TOLERANCE,
-    assert_bit_equal,
-    assert_same_gradients,
-    call,
-    distance,
-    inputs_of,
-    opened,
-    outputs,
-    real,
-    torch_call,
-    torch_output,
-)
 from references import REFERENCES
 
 from redco_eqx import to_arrays
@@ -32,18 +20,19 @@ ROUNDING = {"llama_yarn_scaled": 2e-4}
 def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
     # A list of layers reads texts as they are; stacked layers read them with padding.
     there, models = reference(name), [load_pretrained(directory(name), stacked=x) for x in (False, True)]
-    given = [inputs_of(REFERENCES[name]), inputs_of(REFERENCES[name], REFERENCES[name].padding)]
-    for inputs, found in zip(given, outputs(*zip(models, given, strict=True)), strict=True):
-        assert distance(found, torch_output(there, inputs), inputs) <= ROUNDING.get(name, TOLERANCE)
+    given = [compare.inputs_of(REFERENCES[name]), compare.inputs_of(REFERENCES[name], REFERENCES[name].padding)]
+    for inputs, found in zip(given, compare.outputs(*zip(models, given, strict=True)), strict=True):
+        distance = compare.distance(found, compare.torch_output(there, inputs), inputs)
+        assert distance <= ROUNDING.get(name, compare.TOLERANCE)
 
     for folder, model in zip(("list", "stacked"), models, strict=True):
         save_pretrained(model, tmp_path / folder)
-    again = opened(tmp_path / "list", type(there))
-    assert_bit_equal(again, there)
-    assert_bit_equal(opened(tmp_path / "stacked", type(there)), there)
+    again = compare.opened(tmp_path / "list", type(there))
+    compare.assert_bit_equal(again, there)
+    compare.assert_bit_equal(compare.opened(tmp_path / "stacked", type(there)), there)
     # The same program on the same bits; torch does not promise the order of its sums.
-    expected = torch_output(there, given[0])
-    np.testing.assert_allclose(torch_output(again, given[0]), expected, rtol=1e-6, atol=1e-6)
+    expected = compare.torch_output(there, given[0])
+    np.testing.assert_allclose(compare.torch_output(again, given[0]), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +49,14 @@ def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
     ],
 )
 def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, reference):
-    there, inputs = reference(name), inputs_of(REFERENCES[name], REFERENCES[name].padding[:1])
-    expected = torch_call(there, inputs)
+    there, inputs = reference(name), compare.inputs_of(REFERENCES[name], REFERENCES[name].padding[:1])
+    expected = compare.torch_call(there, inputs)
     labels = np.random.default_rng(2).integers(0, expected.shape[-1], expected.shape[:2])
     if "decoder_input_ids" not in inputs:
         labels = np.where(inputs["attention_mask"] == 1, labels, -100)
 
     def loss(model):
-        scores = jax.nn.log_softmax(call(model, jax.tree.map(jnp.asarray, inputs)))
+        scores = jax.nn.log_softmax(compare.call(model, jax.tree.map(jnp.asarray, inputs)))
         picked = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         return -jnp.sum(picked * (labels >= 0)) / (labels >= 0).sum()
 
@@ -76,13 +65,13 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
     there.zero_grad()
     expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), torch.tensor(labels).flatten())
     expected.backward()
-    assert abs(float(value) / float(expected.detach()) - 1) <= TOLERANCE
-    assert_same_gradients(model, gradients, there)
+    assert abs(float(value) / float(expected.detach()) - 1) <= compare.TOLERANCE
+    compare.assert_same_gradients(model, gradients, there)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(name, directory, reference):
-    there, inputs = reference(name), inputs_of(REFERENCES[name], REFERENCES[name].padding)
+    there, inputs = reference(name), compare.inputs_of(REFERENCES[name], REFERENCES[name].padding)
     given = {key: torch.tensor(x, dtype=torch.long) for key, x in inputs.items()}
     given["position_ids"] = (torch.cumsum(given["attention_mask"], dim=1) - 1).clamp(min=0)
     there.zero_grad()
@@ -94,8 +83,8 @@ def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(name, di
 
     model = load_pretrained(directory(name), stacked=True)
     value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(balance))(model)
-    assert abs(float(value) / float(expected.detach()) - 1) <= TOLERANCE
-    assert_same_gradients(model, gradients, there)
+    assert abs(float(value) / float(expected.detach()) - 1) <= compare.TOLERANCE
+    compare.assert_same_gradients(model, gradients, there)
     assert any("gate.weight" in key for key, p in there.named_parameters() if p.grad is not None)
 
 
@@ -119,17 +108,17 @@ def test_half_precision_is_no_worse_than_there_and_is_kept(name, dtype, tmp_path
     model = load_pretrained(tmp_path / "there")
     save_pretrained(model, tmp_path / "here")
     # T5 keeps a part of itself in float32 there, whatever the file has.
-    assert_bit_equal(type(there).from_pretrained(tmp_path / "here", dtype=kind).to(kind), there)
+    compare.assert_bit_equal(type(there).from_pretrained(tmp_path / "here", dtype=kind).to(kind), there)
     exact = REFERENCES[name].make().to(kind).float()
     errors = []
     for seed in range(4):  # one text alone is a matter of luck
-        inputs = inputs_of(REFERENCES[name], REFERENCES[name].padding[:1], seed)
+        inputs = compare.inputs_of(REFERENCES[name], REFERENCES[name].padding[:1], seed)
         half = {n: x.astype(jnp.dtype(dtype)) if x.dtype == np.float32 else x for n, x in inputs.items()}
-        (found,) = outputs((model, half))
+        (found,) = compare.outputs((model, half))
         assert found.dtype == jnp.dtype(dtype)
-        expected = torch_output(exact, inputs)
-        both = (found.astype(np.float32), torch_output(there, inputs))
-        errors.append([np.mean(real(inputs, x - expected) ** 2) for x in both])
+        expected = compare.torch_output(exact, inputs)
+        both = (found.astype(np.float32), compare.torch_output(there, inputs))
+        errors.append([np.mean(compare.real(inputs, x - expected) ** 2) for x in both])
     ours, theirs = np.sqrt(np.mean(errors, axis=0))
     assert 0 < ours <= 1.5 * theirs
 

@@ -5,11 +5,9 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import assert_identical
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import batch_sharding, make_mesh
@@ -109,22 +107,6 @@ def test_a_missing_axis_is_of_size_one():
     sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
     assert {axes: meshes.axis_size(mesh, axes) for axes in sizes} == sizes
     assert {axes: meshes.axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
-
-
-# Placing.
-
-
-def test_put_keeps_values_and_takes_keys():
-    mesh = make_mesh(tensor=2, fsdp=2)
-    x, key = np.arange(64.0, dtype=np.float32).reshape(8, 8), jax.random.key(3)
-    for spec in (P(), P("tensor"), P(None, ("data", "fsdp"))):
-        for value in (x, jnp.asarray(x)):
-            result = meshes.put_global(value, NamedSharding(mesh, spec))
-            assert result.sharding == NamedSharding(mesh, spec)
-            np.testing.assert_array_equal(result, x)
-    result = meshes.put_global(key, meshes.replicated(mesh))
-    assert len(result.devices()) == 8
-    assert_identical(result, key)
 
 
 # A mesh of the user's own.

@@ -18,7 +18,7 @@ rms_norm = partial(eqx.nn.RMSNorm, D, use_bias=False)
 def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
     """A Linear under each name, of so many inputs and outputs."""
     keys = jax.random.split(key, len(sizes))
-    return {name: eqx.nn.Linear(*size, bias, key=k) for (name, size), k in zip(sizes.items(), keys)}
+    return {name: eqx.nn.Linear(size[0], size[1], bias, key=k) for (name, size), k in zip(sizes.items(), keys)}
 
 
 def mlp(key: Any, *, depth: int = 1, num_out: int = D) -> eqx.nn.MLP:
