@@ -1,5 +1,7 @@
 """The recipe of the page on Muon: its updates are those of `optax.contrib.muon`, and its bytes as expected."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -46,7 +48,7 @@ def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_ba
     def numbers(params):
         return {path: dims.get(path) for path in params}
 
-    options = {"weight_decay": 0.1, "adam_learning_rate": 1e-3}
+    options: Any = {"weight_decay": 0.1, "adam_learning_rate": 1e-3}
     optax_muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers, **options)
     expected, like, _ = two_updates(model, alone, stacked, optax_muon)
     meshes = [rx.make_mesh(fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))]
