@@ -126,12 +126,13 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Mark a loss or predict function, so that its activations are split over `tensor` where that sends less.
+    """Mark a loss or predict function, so that its activations are split over `tensor` wherever this sends less.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
     `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
-    value stays whole or is split along one of its dims, including dims of tokens, pixels and rows. The steps
-    put these choices into the program. Without `shardings=`, a step leaves them to the compiler.
+    value stays whole or is split along one of its dimensions, which can be a token, pixel or row dimension.
+    The steps put these choices into the program. Without `shardings=`, a step leaves the choices to the
+    compiler.
 
     ```python
     loss_fn = rx.split_activations(loss_fn)
@@ -141,7 +142,7 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
 
     **Arguments:**
 
-    - `function`: a loss function or a predict function, of `(model, batch, key)`.
+    - `function`: a loss function or a predict function that takes `(model, batch, key)`.
 
     **Returns:**
 

@@ -69,7 +69,7 @@ class CheckpointInfo:
 
 
 def encode(info: CheckpointInfo) -> dict[str, object]:
-    """Make the JSON of a checkpoint: the content, and the SHA-256 of the content.
+    """Return the JSON for a checkpoint: the content, and the SHA-256 of the content.
 
     Raises `ValueError` if `extras` is not plain JSON.
     """

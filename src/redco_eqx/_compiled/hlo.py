@@ -19,8 +19,8 @@ _LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/r
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries, or else
-    the innermost line of all. Empty if the text has no such tables."""
+    """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries or, if
+    there is none, the innermost line overall. The dict is empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
     places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
     frames = {int(key): (places[place], int(parent or 0)) for key, place, parent in _FRAME.findall(text)}

@@ -130,14 +130,15 @@ class Stream:
 
 
 class Position(NamedTuple):
-    """The position in one shard of a stream, within an epoch. Plain numbers and text, for a checkpoint.
+    """The position in one shard of a stream, within an epoch. It holds only plain numbers and
+    strings, so that it can be saved in a checkpoint.
 
-    - `shard`, `num_shards`: the part of the stream; 0 of 1 is the whole.
+    - `shard`, `num_shards`: the part of the stream; 0 of 1 is the whole stream.
     - `num_items`: the number of items (examples or batches) that have been read.
     - `state`: the state of the source at this position or a little before; `None` if the source has none.
     - `checksum`: the checksum of the items that have been read; `None` if it is not known.
     - `state_items`, `state_checksum`: the number of items that had been read when the state was taken, and
-        their checksum. The state is correct if the following items lead to `checksum`.
+        their checksum. The state is correct if reading on from it produces `checksum`.
     """
 
     shard: int

@@ -315,11 +315,11 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Return true for a Hugging Face dataset that shuffles with a buffer, or contains one that does. Its state
-    does not include the buffer.
+    """Return `True` for a Hugging Face dataset that shuffles with a buffer or contains such a dataset. The state
+    of this dataset does not include the buffer.
 
-    No check can prove that such a state is exact: in a mixture, an item of a rare part may not appear for a
-    long time.
+    No check can prove that such a state is exact: in a mixture, items from a rarely sampled dataset
+    may not appear for a long time.
     """
     inner = [getattr(source, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
     inner += getattr(source, "ex_iterables", ())

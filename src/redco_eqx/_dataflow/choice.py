@@ -147,7 +147,7 @@ class Values:
         return self.slots.find((id(value), state)) if isinstance(state, int) else state
 
     def dim_of(self, value: Value, state: State) -> int | None:
-        """The dim of a value that is split in this state of its group."""
+        """Return the dimension along which a value is split when its group is in this state."""
         return next((i for i, dim in enumerate(value.dims) if dim and self.slot(value, i) == state), None)
 
     def _add(self, step: Step) -> None:

@@ -50,7 +50,9 @@ def best_set(
     groups: Sequence[tuple[int, ...]],
     least_freed: float = -math.inf,
 ) -> list[int]:
-    """Find the set of these indices with the largest worth that frees enough, with at most one of each group.
+    """Find the set of indices that has the largest total worth and frees enough memory.
+
+    `numbers` are the indices to choose from; the set has at most one index from each group.
 
     Raises `ValueError` if no set frees enough.
     """
@@ -299,9 +301,10 @@ MAX_STEPS_TAKEN = 4 * MAX_STEPS
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:
-    """The layout that splits these dims of parameters. Of several such splits, it has those that split most.
+    """Return the layout that splits these dimensions of the parameters; of several, the one that splits the most.
 
-    `None` if the layout splits a dim whose factors do not divide: it is not known how much that sends.
+    Return `None` if the layout splits a dimension whose factors do not divide evenly, because the amount of
+    communication is then unknown.
     """
     chosen = [(leaf, dim) for leaf, dim in dims.items() if dim is not None]
     fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in chosen) for split in costs.splits]

@@ -192,9 +192,9 @@ class Event:
         return float(self.sent.num_bytes * self.times)
 
     def summed_with(self, *, merged: bool) -> "Event":
-        """The event that stands for all events that are summed over devices at once with this one.
+        """Return the event that stands for all events that are summed over devices together with this one.
 
-        `merged`: true for a compiler that adds before it sums.
+        `merged`: true if the compiler adds the values locally before it sums over devices.
         """
         return (self.first if merged else self.joined) or self
 

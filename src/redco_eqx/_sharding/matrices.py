@@ -222,7 +222,10 @@ def _attach_lora(node: Node) -> None:
 
 
 def named(names: str, name: str) -> bool:
-    """True if a field's name is one of `names`, alone or as in `to_q`, `wq`, `q_proj`, `c_proj`, `fc_out`."""
+    """True if a field's name is one of `names`, either alone or with a usual prefix or suffix.
+
+    Examples are `to_q`, `wq`, `q_proj`, `c_proj` and `fc_out`.
+    """
     return re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name) is not None
 
 

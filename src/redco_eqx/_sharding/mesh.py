@@ -300,14 +300,14 @@ def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
 
 
 def _mesh_on(x: Any) -> Any:
-    """The mesh of an array. This also works under a trace."""
+    """Return the mesh of an array. This also works during tracing."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None)
     return getattr(sharding, "mesh", None)
 
 
 @contextlib.contextmanager
 def context_of(*trees: Any) -> Iterator[None]:
-    """Unset the current mesh while the context lasts.
+    """Unset the current mesh while the context is active.
 
     The mesh stays set if it is the first mesh among `trees`, or else the mesh of the first array that has one.
     It also stays set if the arrays are on no mesh.

@@ -67,7 +67,7 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of the layout, or else the mesh of `arrays`, or `None`."""
+    """Return the mesh of the layout; without a layout, that of `arrays`; if they have none, `None`."""
     return next(iter(layout.values())).mesh if layout else traced_mesh(arrays)
 
 

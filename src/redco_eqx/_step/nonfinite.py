@@ -33,11 +33,11 @@ def find_nan(batch: Batch) -> str | None:
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:
-    """Describe an index outside its table, and the leaf of the batch that has it; `None` if there is none.
+    """Describe an out-of-range index and the leaf of the batch that contains it; return `None` if there is none.
 
-    Compute only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. So
-    it misses a wrong index that depends on these arrays. Rows on other processes are zeros, too, and nothing is
-    communicated.
+    Compute only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. The
+    function therefore misses an out-of-range index that depends on these arrays. Rows on other processes are
+    also replaced by zeros, so nothing is communicated.
     """
     # Take the copies of the key and the step on one device. Every device has them whole.
     state = dataclasses.replace(state, key=state.key.addressable_data(0), step=state.step.addressable_data(0))

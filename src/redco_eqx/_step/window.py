@@ -72,7 +72,7 @@ def accumulated(step: GuardedStep) -> Callable[[TrainState, Window, Batch], tupl
     window)`.
 
     If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
-    the metrics. So the last good state is still there, even if the metrics are read late.
+    the metrics. The last good state is therefore still available, even if the metrics are read later.
     """
 
     def body(state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:

@@ -55,7 +55,7 @@ class ConsoleLogger(_Closing):
         self.say("  ".join([f"step {step:>8}", *columns]).rstrip())
 
     def say(self, message: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         from tqdm import tqdm  # here and below: importing it takes a third as long as importing this package
 
         tqdm.write(message, file=self._stream or sys.stderr)
@@ -272,7 +272,7 @@ class Reporter:
             self.rows = from_first(lambda: file.rewind(step) if file else [])
 
     def say(self, message: str) -> None:
-        """Print a line on the console, above the bar."""
+        """Print a line on the console, above the progress bar."""
         if self.console is not None:
             self.console.say(message)
 
@@ -282,7 +282,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block (such as an evaluation) from the rates."""
+        """Exclude the time spent in the `with` block (such as an evaluation) from the rates."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began

@@ -166,7 +166,7 @@ class BaseConfig(Entries):
 
     @property
     def window(self) -> int | None:
-        """The number of tokens that a token may see, counting itself and going backwards; `None` for all."""
+        """The number of tokens that a token can attend to, itself and those before it; `None` for no limit."""
         return self.entry("sliding_window", None)
 
     @property

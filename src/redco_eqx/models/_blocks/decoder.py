@@ -193,7 +193,7 @@ class Decoder(Model):
         key: Key | None = None,
         sums: Array | None = None,
     ) -> tuple[Hidden, Cache | None, Any]:
-        """Return the input of the head, the cache with these tokens added, and `sums` of `run_layers`."""
+        """Return the input of the head, the cache with these tokens added, and the `sums` from `run_layers`."""
         # Without a cache and positions, all rows have the same positions except for padding, so one bias serves
         # them all.
         alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None

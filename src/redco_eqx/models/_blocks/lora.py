@@ -46,10 +46,10 @@ class LoRA(eqx.Module):
 
 
 def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key) -> M:
-    """Add a branch beside each of the chosen projections. The model's outputs do not change.
+    """Add a LoRA branch to each of the chosen projections. The model's outputs do not change.
 
     The branches are new arrays without a layout. `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))`
-    puts them where the model is. To train them alone:
+    places them on the model's devices. To train only the branches:
     `rx.init_state(adapted, optimizer, key=key, trainable=lora_spec(adapted))`.
 
     **Arguments:**
@@ -60,7 +60,7 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
     - `scale`: the factor on the branches; `alpha / rank` in other libraries.
     - `key`: for the first factors. The second factors are zeros.
 
-    **Returns:** The model. Its other leaves are the same arrays.
+    **Returns:** The model with the branches added. Its other leaves are the same arrays as before.
 
     **Raises:** `ValueError` if `rank` is not positive or a name matches no projection.
     """
@@ -114,7 +114,7 @@ def lora_spec(model: PyTree) -> PyTree:
 
 
 def merge_lora(model: M) -> M:
-    """Return the model with its branches merged into its weights. It has the type and shapes that it had before
+    """Return the model with its branches merged into its weights. The model has the same type and shapes as before
     `add_lora`.
     """
 

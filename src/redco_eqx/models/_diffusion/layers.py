@@ -179,7 +179,7 @@ class Upsample(eqx.Module):
         self.conv = Conv(channels, channels, 3, key=key)
 
     def __call__(self, x: Float[Array, "b c _ _"], size: tuple[int, int]) -> Float[Array, "b c _ _"]:
-        """Return the image at this height and width, which are at most twice its own."""
+        """Return the image resized to this height and width, each at most twice the original."""
         for dim, num in zip((2, 3), size):
             if num == 2 * x.shape[dim]:
                 x = jnp.repeat(x, 2, axis=dim)

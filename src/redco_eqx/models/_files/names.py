@@ -119,7 +119,7 @@ class Match:
 
 
 def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) -> Match:
-    """Match a model's keys to those of files, also under older spellings that `family` states."""
+    """Match a model's keys to those of files, including under older names that `family` declares."""
     wanted = set(wanted)
     match = Match({}, {}, [], [])
     for key in keys:

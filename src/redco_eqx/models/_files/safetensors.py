@@ -58,7 +58,8 @@ class Stored:
 def open_file(file: Path) -> dict[str, Stored]:
     """Open a file, and return its arrays by key.
 
-    Raises `ValueError` if it is not a complete safetensors file, `ImportError` without the package safetensors.
+    Raises `ValueError` if it is not a complete safetensors file, and `ImportError` if the `safetensors` package
+    is not installed.
     """
     try:
         import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
