@@ -126,7 +126,8 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Mark a loss or predict function, so that its activations are split over `tensor` wherever this sends less.
+    """Mark a loss or predict function, so that its activations are split over `tensor` wherever this sends
+    less.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
     `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A

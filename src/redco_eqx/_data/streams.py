@@ -315,8 +315,8 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Return `True` for a Hugging Face dataset that shuffles with a buffer or contains such a dataset. The state
-    of this dataset does not include the buffer.
+    """Return `True` for a Hugging Face dataset that shuffles with a buffer or contains such a dataset. The
+    state of this dataset does not include the buffer.
 
     No check can prove that such a state is exact: in a mixture, items from a rarely sampled dataset
     may not appear for a long time.

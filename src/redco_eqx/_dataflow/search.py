@@ -301,7 +301,8 @@ MAX_STEPS_TAKEN = 4 * MAX_STEPS
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:
-    """Return the layout that splits these dimensions of the parameters; of several, the one that splits the most.
+    """Return the layout that splits these dimensions of the parameters; of several, the one that splits the
+    most.
 
     Return `None` if the layout splits a dimension whose factors do not divide evenly, because the amount of
     communication is then unknown.

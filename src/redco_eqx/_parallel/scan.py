@@ -66,8 +66,8 @@ def scan_layers(
     weights that are split over `fsdp` are gathered when their layer begins, once in the forward pass and again
     in the backward pass, and gradients are reduce-scattered. This sends three times the bytes of the weights,
     and at most one layer is gathered at a time (ZeRO-3). Outside a step, the compiler decides when to gather,
-    and gathers a whole stack. `scan_layers` itself communicates nothing over `tensor`; see [`column`][] and [`row`][] for the
-    communication of the layers.
+    and gathers a whole stack. `scan_layers` itself communicates nothing over `tensor`; see [`column`][] and
+    [`row`][] for the communication of the layers.
 
     ```python
     def block(mlp, x):
@@ -82,16 +82,17 @@ def scan_layers(
 
     - `layer_fn`: `(layer, x) -> x`.
     - `layers`: a list of layers, which is unrolled, or a stack, which is scanned, so that compile time does not
-        grow with depth. In a stack, all arrays have a leading dimension for the layers (as from `eqx.filter_vmap`).
-        Put anything else that differs between layers next to the layers: `{"block": stack, "key": keys}`, or a list of
-        such dicts. For a single layer in your own loop, pass a list of one.
+        grow with depth. In a stack, all arrays have a leading dimension for the layers (as from
+        `eqx.filter_vmap`). Put anything else that differs between layers next to the layers:
+        `{"block": stack, "key": keys}`, or a list of such dicts. For a single layer in your own loop, pass a
+        list of one.
     - `x`: the PyTree of arrays that flows through the layers.
     - `remat`: the activations that the backward pass keeps; it recomputes the others. `none` keeps all
         activations (under `fsdp`, only the results of matrix products, because the operations between them are
         cheap, and gathered weights must not be kept). `full` keeps only `x` at each layer. `row_out` also keeps
         the outputs of `row`, so that no sum over `tensor` is repeated.
-    - `batched`: true if the leading dimension is the batch. Pass one value for all of `x`, or a prefix of its tree.
-        Pass `False` under a `vmap` over examples, and `None` for parts with an open layout:
+    - `batched`: true if the leading dimension is the batch. Pass one value for all of `x`, or a prefix of its
+        tree. Pass `False` under a `vmap` over examples, and `None` for parts with an open layout:
         `scan_layers(fn, layers, (x, cache), batched=(True, None))`.
     - `sequence_parallel`: also splits `x` between layers over `tensor` along dim 1 of
         `(batch, length, features)`, so that kept activations take proportionally less memory. Also pass it to
@@ -104,7 +105,8 @@ def scan_layers(
     **Raises:**
 
     `ValueError` if `remat` is not one of the known values, if the arrays of `layers` differ in their leading
-    dimension, or if `sequence_parallel` is set and the sequence length is not divisible by the size of `tensor`.
+    dimension, or if `sequence_parallel` is set and the sequence length is not divisible by the size of
+    `tensor`.
     """
     check_remat(remat)
     is_list = isinstance(layers, list | tuple)

@@ -154,8 +154,9 @@ class _Resolver:
             self._experts(node, router)
 
     def _experts(self, node: Node, router: Matrix) -> None:
-        """Split the experts in `node`, the module that holds both the experts and their router. Each shard holds some
-        complete experts, or a part of every expert if the block that computes the experts sets `expert_split`.
+        """Split the experts in `node`, the module that holds both the experts and their router. Each shard
+        holds some complete experts, or a part of every expert if the block that computes the experts sets
+        `expert_split`.
         """
         count = router.out_size
         for child in node.children:

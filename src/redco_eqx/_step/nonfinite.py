@@ -33,7 +33,8 @@ def find_nan(batch: Batch) -> str | None:
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:
-    """Describe an out-of-range index and the leaf of the batch that contains it; return `None` if there is none.
+    """Describe an out-of-range index and the leaf of the batch that contains it; return `None` if there is
+    none.
 
     Compute only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. The
     function therefore misses an out-of-range index that depends on these arrays. Rows on other processes are

@@ -278,8 +278,8 @@ class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncomp
 
 
 def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
-    """Create the exception to raise. It ends the program, except for Ctrl-C in IPython, where an exit would print
-    a hint about how to exit."""
+    """Create the exception to raise. It ends the program, except for Ctrl-C in IPython, where an exit would
+    print a hint about how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None
     kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting

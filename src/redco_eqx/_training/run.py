@@ -354,8 +354,8 @@ class Training:
         self.watchdog.beat()
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
-        """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as `_catch_up`
-        and `Saver.save`."""
+        """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
+        `_catch_up` and `Saver.save`."""
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None

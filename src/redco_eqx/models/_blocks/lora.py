@@ -114,8 +114,8 @@ def lora_spec(model: PyTree) -> PyTree:
 
 
 def merge_lora(model: M) -> M:
-    """Return the model with its branches merged into its weights. The model has the same type and shapes as before
-    `add_lora`.
+    """Return the model with its branches merged into its weights. The model has the same type and shapes as
+    before `add_lora`.
     """
 
     def is_branch(node: PyTree) -> bool:

@@ -76,7 +76,8 @@ class Olmo2Config(LlamaConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
     """Phi-3 with 4k tokens (Abdin et al. 2024). The variants with 128k tokens are not supported, because they
-    use `longrope`. Files store projections as one matrix. Here they are separate, so that each can be split into whole heads.
+    use `longrope`. Files store projections as one matrix. Here they are separate, so that each can be split
+    into whole heads.
     """
 
     model_type = "phi3"

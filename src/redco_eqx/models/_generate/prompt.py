@@ -49,8 +49,8 @@ def read_prompt(
     decoder_input_ids: Tokens | None,
     max_new_tokens: int,
 ) -> Prompt:
-    """Make the prompt from the arguments of the function `name`. Raise `ValueError` if the arguments are not valid
-    for this function.
+    """Make the prompt from the arguments of the function `name`. Raise `ValueError` if the arguments are not
+    valid for this function.
     """
     if not isinstance(model, Decoder):
         raise TypeError(
