@@ -15,7 +15,7 @@ from redco_eqx._base.jaxprs import dtype_of
 from redco_eqx._base.tree import ring_bytes, size_text
 from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
 from redco_eqx._dataflow.search import best_set
-from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
+from redco_eqx._dataflow.values import ENDS, Event, Split, Value, resolve, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
 
 # The least number of bytes that any layout of a stated class sends.
@@ -42,20 +42,42 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
             if x is not None and x.is_data
         ]
         return ring_bytes("all-reduce", sum(held), costs.num_shards)
-    batch = [(e, costs.sent_over_batch(e, 1.0)) for e in analysis.walk.events if costs.leads.over_batch(e)]
+    batch = _least_over_batch(analysis)
     whole = total_bytes(batch, merged=merged)
+    unsent = [0.0] * len(costs.splits)
+    for event, size in batch:
+        for number in costs.leads.splitting(event.sent.dims):
+            unsent[number] += size * (1 - 1 / costs.tensor)
     # A sum that several splits could cause is shared among them.
     together: dict[Event, dict[Event, None]] = {}
     for split in costs.splits:
         for event, _ in split.sent:
             together.setdefault(event.summed_with(merged=merged), {})[event] = None
     shares = {event: 1 / len(group) for group in together.values() for event in group}
-    worths = [split.unsent - unavoidable(costs, split, shares) for split in costs.splits]
+    worths = [unsent[split.number] - unavoidable(costs, split, shares) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
     least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
     options = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
     chosen = best_set(worths, freed, options, costs.clashes, least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
+
+
+def _least_over_batch(analysis: Analysis) -> list[tuple[Event, float]]:
+    """The sums over the batch that no program avoids, with their least bytes.
+
+    A sum with dims that no parameter has may be added up later, where it is smaller, such as in the gradient of
+    a table of relative positions. The gradients of looked-up rows may go to the devices that store the rows.
+    """
+    costs, found = analysis.costs, []
+    of_parameters = {atom for x in analysis.walk.parameters for dim in x.dims for atom in resolve(dim)}
+    for event in filter(costs.leads.over_batch, analysis.walk.events):
+        size = costs.sent_over_batch(event, 1.0)
+        if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
+            rows = event.arrays[0].num_bytes * event.times / costs.num_shards
+            size = min(size, ring_bytes("all-to-all", rows, costs.num_shards))
+        if of_parameters.issuperset(atom for dim in event.sent.dims for atom in resolve(dim)):
+            found.append((event, size))
+    return found
 
 
 def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> float:
