@@ -235,8 +235,9 @@ def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
     whole = start(directory=base / "whole", log=base / "whole.jsonl", **options)
     # The first calls are those of the rehearsal; the second trace is that of training.
     places = (("training", 9), ("compilation", 2), ("evaluation", 6), ("prediction", 2))
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGTERM)
-    cases = [(numbers[(i + i // 4) % 4], *places[i % 4]) for i in range(8)][:tries]
+    term, interrupt = signal.SIGTERM, signal.SIGINT
+    numbers = (term, interrupt, interrupt, term, interrupt, term, term, interrupt)
+    cases = [(number, *places[i % 4]) for i, number in enumerate(numbers)][:tries]
     logs = [base / f"{number.name}-{where}.jsonl" for number, where, _ in cases]
 
     def started(case: Any, log: pathlib.Path, is_cut: bool) -> subprocess.Popen[str]:

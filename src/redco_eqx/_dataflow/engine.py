@@ -138,6 +138,9 @@ RoleOf: TypeAlias = tuple[str, str, int | None, int]
 If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`. Otherwise, it is
 `whole`, `vector` or `buffer`. The first `stack` dims number the layers of a scan, so no axis may split them."""
 
+Factors: TypeAlias = tuple[tuple[int, ...], ...]
+"""For each dim of an array, the sizes of its factors, major to minor."""
+
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
 """`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
 none. `stack` is the number of leading dims that number layers of a scan."""
@@ -168,9 +171,12 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, simulate(self.costs, self.walk, layout))
 
-    def roles(self) -> dict[str, RoleOf]:
-        """The role of each array that the program takes, by path."""
-        return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
+    def roles(self) -> dict[str, tuple[str, str, int | None, int, Factors]]:
+        """The role of each array that the program takes, by path, and the factors of its dims."""
+        return {
+            path: (*self.role(i), tuple(tuple(atom.size for atom in resolve(dim)) for dim in value.dims))
+            for i, (path, value) in enumerate(zip(self.traced.paths, self.walk.parameters))
+        }
 
     def role(self, leaf: int) -> RoleOf:
         """The role of an array that the program takes."""
@@ -225,11 +231,19 @@ def walk_through(traced: TracedStep) -> Walk:
     return walk
 
 
-def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
+def weigh(
+    traced: TracedStep,
+    *,
+    tensor: int,
+    num_shards: int,
+    held: HeldBytes | None = None,
+    recomputes: bool = False,
+) -> Analysis:
     """Walk through a program, and weigh every split over `tensor` devices, with a batch in `num_shards`
     parts.
 
-    `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.
+    `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices. `recomputes`: see
+    [`Costs`][].
     """
     walk = walk_through(traced)
 
@@ -240,7 +254,7 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
         return held(traced.paths[leaf], dim, _num_scanned(value), bool(traced.fixed[leaf]))
 
     splittable = [() if reason == STATE else x.dims for x, reason in zip(walk.parameters, traced.fixed)]
-    return Analysis(traced, walk, count(walk, splittable, tensor, num_shards, held_of), {})
+    return Analysis(traced, walk, count(walk, splittable, tensor, num_shards, held_of, recomputes), {})
 
 
 def _num_scanned(value: Value) -> int:

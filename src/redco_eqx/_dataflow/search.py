@@ -172,7 +172,7 @@ class Sent:
         self._costs, self._leads = costs, costs.leads
         self._splits, self._wanted, self._cut = splits, wanted, cut
         self._partial: dict[int, int] = {}  # the values that only some atoms of a split still split
-        self._gathered: set[tuple[int, bool]] = set()  # the copies that were gathered, see `_copy`
+        self._gathered: set[tuple[int, bool, bool]] = set()  # the copies that were gathered, see `_copy`
 
     def num_bytes(self, *, merged: bool) -> float:
         return total_bytes(self.events, merged=merged) + self.moved
@@ -240,7 +240,7 @@ class Sent:
         later = self._costs.gathered(sum(x.num_bytes * step.times * self.part(x) for x in wrong))
         return sum(size for _, size in sent) + moved + later, sent, moved, gathered
 
-    def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
+    def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool, bool]:
         """Identify the whole copy of an array that an operation takes. Equal copies are gathered once.
 
         A product and the gradient of its weight take the same copy if the other operand is split along more
@@ -250,7 +250,8 @@ class Sent:
         is_weight = not any(self._leads.has_batch(x.dims) for x in step.results)
         lengths = [self._length(x) for x in step.operands if self.split_of(x) == number]
         is_long = max(lengths, default=0) > 2 * self._length(value)
-        return id(value), is_weight and not is_long
+        is_backward = "transpose(" in str(step.equation.source_info.name_stack)
+        return id(value), is_weight and not is_long, is_backward and self._costs.recomputes
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
         """Price an event, given the splits of the operands. An operand may be gathered instead."""

@@ -223,6 +223,7 @@ class Costs:
     - `work`: for each parameter, its bytes times the number of their uses by one device.
     - `depth`: the average number of products that each number in this model's activations is the sum of.
     - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
+    - `recomputes`: true if the backward pass computes values again, and so gathers them again.
     """
 
     tensor: int
@@ -233,6 +234,7 @@ class Costs:
     work: list[float]
     depth: float
     held: Held
+    recomputes: bool = False
 
     def freed(self, leaf: int, dim: int) -> float:
         """Bytes of a parameter that are no longer on a device if this dim of it is split."""
@@ -302,14 +304,17 @@ class Costs:
         return num
 
 
-def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held) -> Costs:
+def count(
+    walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held, recomputes: bool
+) -> Costs:
     """Weigh every split of the `splittable` dims of parameters."""
     splits = find_splits(splittable, tensor)
     leads = Leads(splits, walk.rows, num_shards)
     work = [0.0] * len(walk.parameters)
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
-    costs = Costs(tensor, num_shards, splits, leads, _clashes(walk, leads), work, depth_of(walk), held)
+    clashes = _clashes(walk, leads)
+    costs = Costs(tensor, num_shards, splits, leads, clashes, work, depth_of(walk), held, recomputes)
     kept = 1 - 1 / tensor
     for event in walk.events:
         if leads.over_batch(event):

@@ -216,13 +216,14 @@ def plan(
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
-        @functools.cache  # independent of the sizes of the other axes
-        def analysis(tensor: int) -> Analysis:
-            return analyse(traced, shapes, make_mesh(tensor=tensor, devices=on.devices))
+        @functools.cache  # independent of how many of the other devices `fsdp` has, if any
+        def analysis(tensor: int, has_fsdp: bool) -> Analysis:
+            others = {"fsdp" if has_fsdp else "data": len(on.devices) // tensor}
+            return analyse(traced, shapes, make_mesh(tensor=tensor, **others, devices=on.devices))
 
         for mesh in on_meshes:
             tensor, num_shards = mesh.shape["tensor"], num_batch_shards(mesh)
-            found = analysis(tensor)
+            found = analysis(tensor, mesh.shape["fsdp"] > 1)
             explained = explain_by(found, shapes, mesh)
             placed = jax.tree.map(_placed, shapes, explained.shardings)
             state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)

@@ -235,7 +235,14 @@ def analyse(
         return float(_shard_bytes(x, spec, mesh))
 
     return choose_layout(
-        weigh(traced, tensor=tensor, num_shards=num_batch_shards(mesh), held=held),
+        # With arrays split over `fsdp`, the steps recompute all but products, see `gather_where_used`.
+        weigh(
+            traced,
+            tensor=tensor,
+            num_shards=num_batch_shards(mesh),
+            held=held,
+            recomputes=axis_size(mesh, "fsdp") > 1,
+        ),
         given={path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None},
         fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
         max_bytes=_budget(model, max_bytes_per_device),
@@ -293,17 +300,32 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
     # If there are many integers, they are packed or quantised weights; otherwise they are indices.
     is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
+
+    def rank(d: int) -> tuple[bool, int]:
+        # A part of a fused weight that crosses the border of two pieces is moved when it is gathered or summed.
+        return not role.factors or _fits(role.factors[d], fsdp), shape[d]
+
     can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
     if can_store and is_matrix and is_weight and over_both:
         # An array that `tensor` cannot split for use still takes memory, so store it split.
-        entries[max(over_both, key=lambda d: shape[d])] = STORED
+        entries[max(over_both, key=rank)] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
     elif fsdp > 1 and is_matrix and is_weight:
         if dims:
-            entries[max(dims, key=lambda d: shape[d])] = "fsdp"
+            entries[max(dims, key=rank)] = "fsdp"
         else:
             reason += f"; no dim is divisible by fsdp={fsdp}"
     return trimmed(PartitionSpec(*entries)), role.name, reason
+
+
+def _fits(factors: Sequence[int], parts: int) -> bool:
+    """True if `parts` equal parts of a dim with these factors, major to minor, cut no factor off its border."""
+    for size in factors:
+        common = math.gcd(size, parts)
+        if common not in (size, parts):
+            return False
+        parts //= common
+    return parts == 1
 
 
 def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
