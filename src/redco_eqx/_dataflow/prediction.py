@@ -63,19 +63,22 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
 
 
 def _least_over_batch(analysis: Analysis) -> list[tuple[Event, float]]:
-    """The sums over the batch that no program avoids, with their least bytes.
+    """The bytes over the batch axes that no program avoids.
 
     A sum with dims that no parameter has may be added up later, where it is smaller, such as in the gradient of
     a table of relative positions. The gradients of looked-up rows may go to the devices that store the rows.
     """
-    costs, found = analysis.costs, []
+    costs = analysis.costs
+    found: list[tuple[Event, float]] = []
     of_parameters = {atom for x in analysis.walk.parameters for dim in x.dims for atom in resolve(dim)}
     for event in filter(costs.leads.over_batch, analysis.walk.events):
         size = costs.sent_over_batch(event, 1.0)
-        if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
+        is_gradient = of_parameters.issuperset(atom for dim in event.sent.dims for atom in resolve(dim))
+        is_scattered = event.equation.primitive.name.startswith("scatter")
+        if is_gradient and is_scattered and event.block not in ENDS:
             rows = event.arrays[0].num_bytes * event.times / costs.num_shards
             size = min(size, ring_bytes("all-to-all", rows, costs.num_shards))
-        if of_parameters.issuperset(atom for dim in event.sent.dims for atom in resolve(dim)):
+        if is_gradient or is_scattered or event.kind != "sum":
             found.append((event, size))
     return found
 

@@ -218,8 +218,8 @@ def plan(
 
         @functools.cache  # independent of how many of the other devices `fsdp` has, if any
         def analysis(tensor: int, has_fsdp: bool) -> Analysis:
-            others = {"fsdp" if has_fsdp else "data": len(on.devices) // tensor}
-            return analyse(traced, shapes, make_mesh(tensor=tensor, **others, devices=on.devices))
+            fsdp = len(on.devices) // tensor if has_fsdp else 1
+            return analyse(traced, shapes, make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices))
 
         for mesh in on_meshes:
             tensor, num_shards = mesh.shape["tensor"], num_batch_shards(mesh)
