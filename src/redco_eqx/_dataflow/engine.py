@@ -138,9 +138,6 @@ RoleOf: TypeAlias = tuple[str, str, int | None, int]
 If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`. Otherwise, it is
 `whole`, `vector` or `buffer`. The first `stack` dims number the layers of a scan, so no axis may split them."""
 
-Factors: TypeAlias = tuple[tuple[int, ...], ...]
-"""For each dim of an array, the sizes of its factors, major to minor."""
-
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
 """`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
 none. `stack` is the number of leading dims that number layers of a scan."""
@@ -171,11 +168,16 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, simulate(self.costs, self.walk, layout))
 
-    def roles(self) -> dict[str, tuple[str, str, int | None, int, Factors]]:
-        """The role of each array that the program takes, by path, and the factors of its dims."""
+    def roles(self) -> dict[str, RoleOf]:
+        """The role of each array that the program takes, by path."""
+        return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
+
+    def clean_dims(self, parts: int) -> dict[str, list[int]]:
+        """The dims of each array that have no border of pieces inside one of so many equal parts."""
+        all_dims = zip(self.traced.paths, (value.dims for value in self.walk.parameters))
         return {
-            path: (*self.role(i), tuple(tuple(atom.size for atom in resolve(dim)) for dim in value.dims))
-            for i, (path, value) in enumerate(zip(self.traced.paths, self.walk.parameters))
+            path: [i for i, dim in enumerate(dims) if leading_atoms(dim, parts, pinned=True)]
+            for path, dims in all_dims
         }
 
     def role(self, leaf: int) -> RoleOf:

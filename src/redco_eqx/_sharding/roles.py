@@ -26,8 +26,6 @@ class Role:
     - `reason`: the reason in words.
     - `dim`: the dim that is split, or `None`.
     - `stack`: the number of leading dims that count stacked layers. No axis may split these.
-    - `factors`: for each dim, the factors that the traced program treats as dims, such as the 3 pieces of a
-        fused query, key and value. Empty without a program.
     - `is_guess`: true if only the order of fields decided, which may be wrong.
     """
 
@@ -35,7 +33,6 @@ class Role:
     reason: str
     dim: int | None = None
     stack: int = 0
-    factors: tuple[tuple[int, ...], ...] = ()
     is_guess: bool = False
 
 
@@ -126,7 +123,7 @@ class _Resolver:
             reason, name, dim = self._indivisible(name, leaf.shape[dim]), "whole", None
         is_guess = leaf.path in self.guesses
         reason += "; a guess, by order alone" if is_guess else ""
-        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess=is_guess)
+        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
 
     def _indivisible(self, what: str, size: int) -> str:
         return f"{what}: {size} is not divisible by tensor={self.size}"

@@ -273,9 +273,10 @@ def explain_by(
     else:
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
         roles |= {path: Role(*found) for path, found in analysis.roles().items()}
+    clean = {} if analysis is None else analysis.clean_dims(axis_size(mesh, "fsdp"))
     decisions = {}
     for path, x in arrays.items():
-        spec, role, reason = _spec(x, roles[path], mesh)
+        spec, role, reason = _spec(x, roles[path], mesh, clean.get(path, ()))
         if path in chosen:
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"
@@ -287,7 +288,9 @@ def explain_by(
     return Explanation(decisions, shardings, mesh, analysis)
 
 
-def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, str, str]:
+def _spec(
+    x: AnyArray, role: Role, mesh: Mesh | AbstractMesh, clean: Sequence[int] = ()
+) -> tuple[PartitionSpec, str, str]:
     tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
     shape, itemsize = tuple(x.shape), getattr(x.dtype, "itemsize", 4)
     num_bytes = math.prod(shape[role.stack :]) * itemsize  # of one layer
@@ -296,36 +299,23 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
+    # A part of a fused weight that crosses the border of two pieces would be moved at each gather and sum.
+    dims.sort(key=lambda d: (d not in clean, -shape[d]))
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
     # If there are many integers, they are packed or quantised weights; otherwise they are indices.
     is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
-
-    def rank(d: int) -> tuple[bool, int]:
-        # A part of a fused weight that crosses the border of two pieces is moved when it is gathered or summed.
-        return not role.factors or _fits(role.factors[d], fsdp), shape[d]
-
     can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
     if can_store and is_matrix and is_weight and over_both:
         # An array that `tensor` cannot split for use still takes memory, so store it split.
-        entries[max(over_both, key=rank)] = STORED
+        entries[over_both[0]] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
     elif fsdp > 1 and is_matrix and is_weight:
         if dims:
-            entries[max(dims, key=rank)] = "fsdp"
+            entries[dims[0]] = "fsdp"
         else:
             reason += f"; no dim is divisible by fsdp={fsdp}"
     return trimmed(PartitionSpec(*entries)), role.name, reason
-
-
-def _fits(factors: Sequence[int], parts: int) -> bool:
-    """True if `parts` equal parts of a dim with these factors, major to minor, cut no factor off its border."""
-    for size in factors:
-        common = math.gcd(size, parts)
-        if common not in (size, parts):
-            return False
-        parts //= common
-    return parts == 1
 
 
 def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
