@@ -54,7 +54,7 @@ def test_what_a_refused_step_needs_is_said_and_is_what_a_larger_chip_gives_it() 
     assert re.search(r"largest arrays of the state, on a device\n\S*layers", str(refused))
     assert taken.fits
     assert refused.memory.peak == pytest.approx(taken.memory.peak, rel=0.05)
-    # The stream at each of 16 layers, and not what these compute: that is there for one layer, and for the head.
+    # The stream at each of 16 layers, and not what these compute, except for one layer and the head.
     rows = 16 * 2048 * 4
     scores, logits = rows * 32 // 8 * 2048, rows * 32000 // 8
     least = 16 * rows * 4096 + 2 * taken.memory.gradients
