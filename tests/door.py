@@ -176,7 +176,10 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: predict(batch_size=None), "batch_size=None ... whole number"),
     (lambda: rx.Evaluation(EXAMPLES, every_steps=1.5), "Evaluation: every_steps=1.5 ... whole number"),
     (lambda: rx.make_mesh(tensor=2.0), "tensor=2.0 ... whole number"),
-    (lambda: rx.num_train_steps(EXAMPLES, batch_size=4, num_epochs=1), "num_examples ... a list ... its len()"),
+    (
+        lambda: rx.num_train_steps(EXAMPLES, batch_size=4, num_epochs=1),
+        "num_examples must be ... whole number ... a list ... Pass its len()",
+    ),
     # Layouts
     *(
         (partial(rx.explain, MODEL, MESH, overrides=overrides), f"overrides ... {words}")
@@ -191,15 +194,27 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: fit(loss_fn=lambda model, batch: 0.0), "loss_fn(model, batch, key) ... takes (model, batch)"),
     (lambda: fit(collate_fn=None), "fit: collate_fn ... collate_fn(examples) ... None"),
     (lambda: fit(collate_fn=lambda a, b: a), "collate_fn(examples) ... (a, b)"),
-    (lambda: rx.batches(EXAMPLES, None, batch_size=4, mesh=MESH), "batches: collate_fn ... None"),
+    (
+        lambda: rx.batches(EXAMPLES, None, batch_size=4, mesh=MESH),
+        "batches: collate_fn ... collate_fn(examples) ... None",
+    ),
     (lambda: step(loss_fn=returning(lambda x: None)), "the loss ... None ... return"),
     (lambda: fit(loss_fn=returning(lambda x: [x, x])), "the loss ... list ... scalar"),
-    (lambda: fit(loss_fn=returning(lambda x: (x, {"a": {"b": x}}))), "'a' ... dict ... {\"group/name\":"),
+    (
+        lambda: fit(loss_fn=returning(lambda x: (x, {"a": {"b": x}}))),
+        "the metric 'a' ... dict ... {\"group/name\": value}",
+    ),
     (lambda: fit(loss_fn=returning(lambda x: (x, {"a": "high"}))), "the metric 'a' ... 'high' ... scalar"),
     (lambda: fit(loss_fn=jax.value_and_grad(loss_fn)), f"fit: loss_fn ... {GRADIENT} ... jax.value_and_grad"),
-    (lambda: step(loss_fn=eqx.filter_jit(jax.value_and_grad(loss_fn))), f"train_step: loss_fn ... {GRADIENT}"),
+    (
+        lambda: step(loss_fn=eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))),
+        f"train_step: loss_fn ... {GRADIENT}",
+    ),
     (lambda: step(loss_fn=pair_loss), "a MLP alone ... init_state((model, model_state), ...)"),
-    (lambda: step(rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)), "(model, eqx.nn.State)"),
+    (
+        lambda: step(rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)),
+        "the pair (model, eqx.nn.State)",
+    ),
     (lambda: predict(predict_fn=lambda m, b: b), "predict_fn ... (m, b)"),
     (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
     (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
@@ -227,9 +242,13 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: fit(STATE, "a.jsonl"), "train_examples is a str ... sequence"),
     (lambda: fit(STATE, generator), "train_examples(epoch) ... takes ()"),
     *(
-        (partial(call, STATE, batch), f"{call.__name__}: batch ... {where} ... collate_fn(examples)")
+        (partial(call, STATE, batch), f"{call.__name__}: {where} ... collate_fn(examples)")
         for call in (eval_step, predict_step)
-        for batch, where in (({}, "nothing"), (EXAMPLES, "0.flag is float32[]"), ({"x": [1.0]}, "x.0 is a flo"))
+        for batch, where in (
+            ({}, "batch is nothing"),
+            (EXAMPLES, "batch.0.flag is float32[]"),
+            ({"x": [[1.0, 2.0]]}, "batch.x.0.0 is a float"),
+        )
     ),
     *(
         (partial(models.generate, LM, inputs, max_new_tokens=2), f"inputs ... {words}")
@@ -240,25 +259,47 @@ CONFUSED: list[tuple[Any, str]] = [
             ([[1, 2], [3]], "a list ... padding"),
         )
     ),
-    (lambda: models.beam_search(LM, [[1]], max_new_tokens=2, num_beams=2), "beam_search ... np.array(ids)"),
+    (
+        lambda: models.beam_search(LM, [[1]], max_new_tokens=2, num_beams=2),
+        "beam_search: inputs ... np.array(ids)",
+    ),
 ]
 # Of `ValueError`:
 WRONG: list[tuple[Any, str]] = [
     (lambda: rx.init_state(MODEL, key=jax.random.split(KEY)), "key ... (2,) ... keys[0]"),
     (lambda: fit(FOR_EVALUATION), "opt_state ... nothing ... init_state(model, optimizer, key=...)"),
-    (lambda: step(optimizer=SGD), "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamState"),
+    (
+        lambda: step(optimizer=SGD),
+        "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamState ... init_state",
+    ),
     # no array differs
     (lambda: fit(OF_SGD, optimizer=optax.chain(SGD)), "opt_state.0 ... EmptyState ... tuple ... init_state"),
     (lambda: fit(batch_size=32), "batch_size=32 ... 16 examples ... smaller batch_size"),
+    (lambda: rx.make_mesh(tensor=16), "tensor=16 ... there are 8 (cpu)"),
     (lambda: rx.make_mesh(tensor=0), "tensor=0 ... positive"),
-    (lambda: rx.Checkpoints("", keep_best={"loss": "least"}), "{'loss': 'least'} ... \"min\" or the \"max\""),
-    (lambda: rx.explain(MODEL, jax.make_mesh((8,), ("data",))), "('data',) ... Auto ... make_mesh(mesh=mesh)"),
-    (lambda: rx.explain(MODEL, jax.make_mesh((2, 4), ("dp", "tp"))), 'names=("data", "tensor"))'),
+    (
+        lambda: rx.Checkpoints(PLACE / "new", keep_best={"loss": "least"}),
+        "keep_best={'loss': 'least'} ... \"min\" or the \"max\"",
+    ),
+    (
+        lambda: rx.explain(MODEL, jax.make_mesh((8,), ("data",))),
+        "('data',) ... AxisType.Auto ... make_mesh(mesh=mesh)",
+    ),
+    (
+        lambda: rx.explain(MODEL, jax.make_mesh((2, 4), ("dp", "tp"))),
+        "('dp', 'tp') ... make_mesh(mesh=mesh, names=(\"data\", \"tensor\"))",
+    ),
     (lambda: fit(loss_fn=returning(lambda x: {"loss": x})), f"loss_fn must return ... a dict ... {PAIR}"),
     (lambda: step(loss_fn=returning(lambda x: (x, x))), f"metrics a dict ... float32[] ... {PAIR}"),
-    (lambda: step(loss_fn=returning(lambda x: (x, {}, x))), "a tuple of 3 ... the pair (model, eqx.nn.State)"),
+    (
+        lambda: step(loss_fn=returning(lambda x: (x, {}, x))),
+        "a tuple of 3 ... init_state was given the pair (model, eqx.nn.State)",
+    ),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
-    (lambda: rx.init_state(Normed(KEY), ADAM, key=KEY), "norm. ... make_with_state ... (model, model_state)"),
+    (
+        lambda: rx.init_state(Normed(KEY), ADAM, key=KEY),
+        "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)",
+    ),
     (lambda: rx.save(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: rx.restore(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: fit(checkpoints=A_FILE), "door/file is a file ... directory"),

@@ -305,7 +305,11 @@ def test_errors():
         (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
-        (lambda: rx.batches(batched, ids, remainder="split", **options), ValueError, r"\(batched=True\) is"),
+        (
+            lambda: rx.batches(batched, ids, remainder="split", **options),
+            ValueError,
+            r"\(batched=True\) is for tr",
+        ),
         (lambda: rx.batches(rx.Stream([1]), ids, remainder="no", **options), ValueError, r"remainder='no'"),
         (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
     ]

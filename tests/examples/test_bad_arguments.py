@@ -9,7 +9,7 @@ NOWHERE = "--data /nowhere"
 # The line names what was passed.
 QUOTED = {
     "classification_regression.main": (f"--task digits {NOWHERE}",),
-    "differential_privacy.main": ("--delta 0.1", "--epsilon 0", "--clip -1", NOWHERE),
+    "differential_privacy.main": ("--delta 0.1", "--epsilon 0.0", "--clip -1.0", NOWHERE),
     "federated_learning.main": ("--clients-per-round 101", NOWHERE),
     "image_to_text.main": (NOWHERE, "--quick --model /nowhere"),
     "language_modeling.main": ("--quick --model /nowhere",),

@@ -26,9 +26,14 @@ PHASES = (Phase.generate, Phase.shrink) if os.environ.get("GRADIENTS_SHRINK") ==
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SETTINGS = settings(
-    max_examples=SHARE, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
-    phases=PHASES, suppress_health_check=SLOW,
-)  # fmt: skip
+    max_examples=SHARE,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+    phases=PHASES,
+    suppress_health_check=SLOW,
+)
 
 
 @pytest.fixture(autouse=True)

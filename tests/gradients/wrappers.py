@@ -80,8 +80,14 @@ def _members(run: Any) -> Callable[[Layer], Layer]:
 
 
 WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
-    "none": lambda layer: layer, "checkpoint": jax.checkpoint, "jit": jax.jit,
-    "custom_vjp": _custom_vjp, "custom_jvp": _custom_jvp, "cond": _cond,
-    "scan": _members(_one_by_one), "chunks": _halves(_one_by_one),
-    "tasks": _halves(jax.vmap), "ensemble": _members(jax.vmap),
-}  # fmt: skip
+    "none": lambda layer: layer,
+    "checkpoint": jax.checkpoint,
+    "jit": jax.jit,
+    "custom_vjp": _custom_vjp,
+    "custom_jvp": _custom_jvp,
+    "cond": _cond,
+    "scan": _members(_one_by_one),
+    "chunks": _halves(_one_by_one),
+    "tasks": _halves(jax.vmap),
+    "ensemble": _members(jax.vmap),
+}

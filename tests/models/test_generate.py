@@ -371,7 +371,11 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"inputs": np.full((4, 6), VOCABULARY)}, r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63"),
     ("all", {"attention_mask": np.ones((4, 7))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
     ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
-    ("all", {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])}, r"inputs\[0, 1\] is -2"),
+    (
+        "all",
+        {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
+        r"inputs\[0, 1\] is -2, but",
+    ),
     ("gpt2", {"max_new_tokens": NEW + 1}, "a prompt of 6 and max_new_tokens=9.*14 positions"),
     ("gpt2", {"decoder_input_ids": np.ones((4, 1), np.int32)}, "decoder_input_ids is for models with an enc"),
     ("bart", {"max_new_tokens": 16}, "a prompt of 1 and max_new_tokens=16.*16 positions"),

@@ -96,13 +96,19 @@ REFUSED = [
     ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling='linear'"),
     (rope(rope_type="linear", factor="2"), "factor='2', but it must be a positive number"),
     ({"model_type": "mistral", "rope_theta": 0}, "rope_theta=0, but it must be a positive"),
-    (rope(rope_type="llama3", factor=2.0), "needs low_freq_factor, high_freq_factor, original_max_position"),
+    (
+        rope(rope_type="llama3", factor=2.0),
+        "needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
+    ),
     (rope(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ({"model_type": "gpt2", "activation_function": "mish"}, "activation_function='mish'"),
     ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_embd=30 .* n_head=4"),
     ({"model_type": "gptj", "n_head": 0}, "n_head=0, but it must be positive"),
     ({"model_type": "llama", "rms_norm_eps": float("nan")}, "rms_norm_eps=nan, but it must be finite"),
-    ({"model_type": "llama", "eos_token_id": ["2"]}, r"d=\['2'\], but it must be: int or list of int or null"),
+    (
+        {"model_type": "llama", "eos_token_id": ["2"]},
+        r"eos_token_id=\['2'\], but it must be: int or list of int or null",
+    ),
     (changed("llama", num_key_value_heads=3), "num_attention_heads=8 .* num_key_value_heads=3"),
     ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "partial_rotary_factor must be at most 1"),
     ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types=.* for each of the 26 layers"),
@@ -124,7 +130,10 @@ REFUSED = [
     (changed("vit_gpt2", encoder=None), "encoder: model_type=None is not supported, only 'vit'"),
     # Of images.
     ({"_class_name": "UNet1DModel"}, "_class_name='UNet1DModel' is not known"),
-    (changed("unet", down_block_types=["Attn", "DownBlock2D"]), "must be 2 .* of DownBlock2D, CrossAttnDown"),
+    (
+        changed("unet", down_block_types=["Attn", "DownBlock2D"]),
+        "down_block_types=.*must be 2 .* of DownBlock2D, CrossAttnDownBlock2D",
+    ),
     (changed("vae", block_out_channels=[32, 64, 64]), "down_block_types=.* it must be 3"),
     (changed("unet", norm_num_groups=5), "16 of block_out_channels .*norm_num_groups=5"),
     (changed("unet", attention_head_dim=[4, 7]), "the number of heads.* 32 .* of 7"),

@@ -156,7 +156,10 @@ def test_bad_input_is_refused_by_name():
         (lambda: blocks.column(placed, there, **SPLIT), r"column: sequence_parallel.*\(8, 12, 64\)"),
         (lambda: blocks.row(placed, there, **SPLIT), r"row: sequence_parallel.*\(8, 12, 64\)"),
         (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
-        (lambda: blocks.cross_entropy(x, x[0], labels, num_chunks=3), "=3 does not divide the length, 16"),
+        (
+            lambda: blocks.cross_entropy(x, x[0], labels, num_chunks=3),
+            "num_chunks=3 does not divide the length, 16",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

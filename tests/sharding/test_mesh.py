@@ -72,7 +72,10 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
 def test_meshes_that_are_refused_are_so_with_the_fix():
     explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
     check_mesh(make_mesh(mesh=explicit))
-    of_explicit, of_foreign = "('tensor',) are not of AxisType.Auto", f"at least one of {AXES} is needed"
+    of_explicit, of_foreign = (
+        "mesh axes ('tensor',) are not of AxisType.Auto",
+        f"at least one of {AXES} is needed",
+    )
     for mesh, *words in (
         (explicit, of_explicit, "make_mesh(mesh=mesh)"),
         (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),

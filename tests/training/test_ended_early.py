@@ -263,7 +263,9 @@ def test_an_index_outside_is_named(loss: Any, name: str, value: int) -> None:
     state = rx.init_state(model, SGD, key=jax.random.key(1))
     # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
     line = r"test_ended_early.py:\d+ \(" if loss is by_optax and name == "ids" else ""
-    expected = rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 .*{line}"
+    expected = (
+        rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
+    )
     for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
         with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:
             fit(state, given, loss_fn=loss, num_steps=10, batch_size=8, donate=False)

@@ -196,7 +196,9 @@ OF_BLOCKS = split("*.mlp.layers.0", "*.mlp.layers.1")
 ENTRIES = [
     of_rows("mlp_4", partial(mlp, depth=3), call, split("layers.[02]", "layers.[13]")),
     # The third opens a pair that nothing closes, and its 10 outputs do not divide: whole.
-    of_rows("mlp_3_indivisible", partial(mlp, depth=2, num_out=10), call, split("*.0", "*.1"), y=(10,)),
+    of_rows(
+        "mlp_3_indivisible", partial(mlp, depth=2, num_out=10), call, split("layers.0", "layers.1"), y=(10,)
+    ),
     # Shape before order.
     of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN),
     of_rows("three_fields", three_fields, call, split("embed head", "mix")),
@@ -223,7 +225,13 @@ ENTRIES = [
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
     of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), apply_mixtral),
     # A stack beside no router: the members are not experts, each is split inside.
-    of_rows("ensemble", critics, apply_critics, split("*.0", "*.1", stacked=1), y=(NUM_STACKED, D)),
+    of_rows(
+        "ensemble",
+        critics,
+        apply_critics,
+        split("critics.layers.0", "critics.layers.1", stacked=1),
+        y=(NUM_STACKED, D),
+    ),
     # Two heads close what one trunk opens: one small all-reduce each.
     of_rows("friend_actor_critic", actor_critic, act, split("trunk", "policy value"), x=(8,), y=(5,)),
     # Tables, integers and masks divide, and are not split.

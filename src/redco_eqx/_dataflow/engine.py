@@ -173,11 +173,10 @@ class Analysis:
         return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
 
     def clean_dims(self, parts: int) -> dict[str, list[int]]:
-        """The dims of each array that have no border of pieces inside one of so many equal parts."""
-        all_dims = zip(self.traced.paths, (value.dims for value in self.walk.parameters))
+        """For each array, the dims that divide into `parts` without a part across the border of two pieces."""
         return {
-            path: [i for i, dim in enumerate(dims) if leading_atoms(dim, parts, pinned=True)]
-            for path, dims in all_dims
+            path: [i for i, dim in enumerate(value.dims) if leading_atoms(dim, parts, pinned=True)]
+            for path, value in zip(self.traced.paths, self.walk.parameters)
         }
 
     def role(self, leaf: int) -> RoleOf:

@@ -76,8 +76,7 @@ def _least_over_batch(analysis: Analysis) -> list[tuple[Event, float]]:
         is_gradient = of_parameters.issuperset(atom for dim in event.sent.dims for atom in resolve(dim))
         is_scattered = event.equation.primitive.name.startswith("scatter")
         if is_gradient and is_scattered and event.block not in ENDS:
-            rows = event.arrays[0].num_bytes * event.times / costs.num_shards
-            size = min(size, ring_bytes("all-to-all", rows, costs.num_shards))
+            size = min(size, _sent_as_rows(event, costs.num_shards))
         if is_gradient or is_scattered or event.kind != "sum":
             found.append((event, size))
     return found
@@ -204,9 +203,14 @@ def _saved_by_lookups(analysis: Analysis, leaf: int, num_parts: int, compiler: C
     saved = 0.0
     for event in sums:
         if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
-            sent = ring_bytes("all-to-all", event.arrays[0].num_bytes / num_parts, num_parts)
+            sent = _sent_as_rows(event, num_parts)
             saved += max(0.0, ring_bytes(kind, event.num_bytes, num_parts) - sent)
     return saved
+
+
+def _sent_as_rows(event: Event, num_parts: int) -> float:
+    """Bytes sent if each gradient of a looked-up row goes to the device that stores the row."""
+    return ring_bytes("all-to-all", event.arrays[0].num_bytes * event.times / num_parts, num_parts)
 
 
 def _reads_narrow(equation: JaxprEqn) -> bool:

@@ -245,13 +245,13 @@ class Sent:
 
         A product and the gradient of its weight take the same copy if the other operand is split along more
         than twice as many elements. XLA was seen to do this; at exactly twice, in only one order of the
-        operands.
+        operands. If the backward pass recomputes, it takes a copy of its own.
         """
         is_weight = not any(self._leads.has_batch(x.dims) for x in step.results)
         lengths = [self._length(x) for x in step.operands if self.split_of(x) == number]
         is_long = max(lengths, default=0) > 2 * self._length(value)
-        is_backward = "transpose(" in str(step.equation.source_info.name_stack)
-        return id(value), is_weight and not is_long, is_backward and self._costs.recomputes
+        is_again = self._costs.recomputes and "transpose(" in str(step.equation.source_info.name_stack)
+        return id(value), is_weight and not is_long, is_again
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
         """Price an event, given the splits of the operands. An operand may be gathered instead."""

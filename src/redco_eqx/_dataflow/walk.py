@@ -234,7 +234,7 @@ class Costs:
     work: list[float]
     depth: float
     held: Held
-    recomputes: bool = False
+    recomputes: bool
 
     def freed(self, leaf: int, dim: int) -> float:
         """Bytes of a parameter that are no longer on a device if this dim of it is split."""

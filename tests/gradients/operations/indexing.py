@@ -7,8 +7,15 @@ from gradients.operations._registry import either, mixed, one_of, operation, row
 ROWS = one_of(16, 8, 12, 7)
 
 
-@operation("indexing", rows, size=ROWS, scaled=either, axis=one_of(0, 1),
-           mode=one_of("fill", "clip", "wrap", "along"), beyond=either)  # fmt: skip
+@operation(
+    "indexing",
+    rows,
+    size=ROWS,
+    scaled=either,
+    axis=one_of(0, 1),
+    mode=one_of("fill", "clip", "wrap", "along"),
+    beyond=either,
+)
 def embedding(weight, x, index, *, size, scaled, axis, mode, beyond):
     """Rows or columns of a table; with `beyond` some places lie outside, on both sides."""
     x = x.mean(1, keepdims=True)
