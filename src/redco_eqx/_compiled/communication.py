@@ -5,86 +5,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.tree import ring_bytes, size_text, table
 from redco_eqx._compiled import hlo
-
-# Groups of devices in a compiled program, named by the axes of the mesh.
-#
-# HLO names a device by its position in `mesh.devices.flat`.
-
-
-Sizes = tuple[tuple[str, int], ...]  # the mesh: names and sizes of its axes
-
-_LIST = r"\{(?:\{[\d,]*\}[,\s]*)*\}"
-_IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
-_AXIS = r"'[^']*'|[\w.\-]+"
-_MESH = rf"mesh\[([^\]]*)\](?:, device_ids=\(({_IOTA}|[\d,]+)\))? \{{([^}}]*)\}}"
-_GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})")
-
-
-@lru_cache(maxsize=1024)
-def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
-    """Return the axes along which the members of a group differ, true if every group has all devices along
-    these axes, and the size of the largest group."""
-    names, shape = zip(*mesh)
-    groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
-    coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
-    # For each group, find the axes along which the coordinates of its devices differ.
-    differing = {tuple(np.flatnonzero(np.ptp(x, axis=1)).tolist()) for x in coordinates}
-    along = sorted(set().union(*differing))
-    sizes = {len(group) for group in groups}
-    whole = len(differing) == 1 and sizes == {math.prod(shape[axis] for axis in along)}
-    return tuple(names[axis] for axis in along), whole, max(sizes)
-
-
-def _groups(printed: str, num_devices: int) -> list[list[int]]:
-    if printed.startswith("{"):
-        # {{0,1},{2,3}}, or {} for one group of all devices.
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", printed[1:-1])]
-        return groups or [list(range(num_devices))]
-    if printed.startswith("["):
-        # [4,2]<=[2,4]T(1,0): 4 groups of 2, cut from the numbers in shape [2,4], transposed.
-        shape, numbers = printed.split("<=")
-        return _iota(numbers).reshape(_numbers(shape)).tolist()
-    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
-    # 4 of 'b' that come after its outer 2. XLA makes up these axes.
-    found = re.fullmatch(_MESH, printed)
-    assert found is not None  # by _GROUPS
-    sizes, listed, grouped = found.groups()
-    axes, num_devices = {}, 1  # for each axis, its size and the distance between neighbours
-    for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
-        axes[name] = int(size), num_devices
-        num_devices *= int(size)
-    place = group = np.arange(num_devices)  # `group`: for each place the first one of its group
-    for name, outer, inner in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped):
-        size, stride = axes[name]
-        num = int(inner or size)
-        apart = stride * size // num // int(outer or 1)
-        group = group - place // apart % num * apart
-    devices = place
-    if listed is not None:
-        devices = _iota(listed) if "[" in listed else np.array(_numbers(listed))
-    return [devices[group == first].tolist() for first in np.unique(group)]
-
-
-def _iota(printed: str) -> np.ndarray:
-    """Read `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
-    shape, _, order = printed.partition("T")
-    dims = _numbers(shape)
-    numbers = np.arange(math.prod(dims)).reshape(dims)
-    return numbers.transpose(_numbers(order) if order else None).reshape(-1)
-
-
-def _numbers(printed: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", printed)]
-
 
 # Walk through the text of a compiled program, and list its collectives, with loops multiplied out.
 
@@ -167,7 +94,7 @@ _CALLS = ("calls", "to_apply", "called_computations")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
-def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Collective]:
+def _walk(program: hlo.HloModule, computation: str, mesh: hlo.Sizes) -> Iterator[Collective]:
     """Yield the collectives of a computation in order. An asynchronous pair counts once. A group of one device
     does not communicate, and does not count. Raises `ValueError` if the text has an unknown form."""
     lines = program.computations[computation].values()
@@ -199,14 +126,14 @@ def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Col
 
 
 def _collective(
-    program: hlo.HloModule, computation: str, mesh: Sizes, x: hlo.Instruction
+    program: hlo.HloModule, computation: str, mesh: hlo.Sizes, x: hlo.Instruction
 ) -> Iterator[Collective]:
     kind = x.opcode.removesuffix("-start")
     is_permute = kind == "collective-permute"
-    printed = _GROUPS.search(x.attributes)
+    printed = hlo.GROUPS.search(x.attributes)
     if printed is None:
         raise ValueError(f"communication: cannot read the groups of this line: {x.line.strip()[:300]}")
-    axes, is_whole, group_size = group_axes(printed[1], mesh)
+    axes, is_whole, group_size = hlo.group_axes(printed[1], mesh)
     if group_size == 1:
         return
     shape = x.shape
