@@ -39,6 +39,20 @@ def test_fsdp_splits_the_largest_dim_that_is_left():
     assert result.layers[1].weight.spec == P("fsdp", "tensor")
 
 
+def test_fsdp_splits_a_dim_without_pieces_if_it_can():
+    """Query, key and value are fused along the longer dim: fourths of it would cross borders, thirds do not."""
+
+    def loss(model, batch, key):
+        q, k, v = jnp.moveaxis((batch["x"] @ model["qkv"].T).reshape(-1, 3, 64), 1, 0)
+        return jnp.mean(jax.nn.softmax(q @ k.T) @ v)
+
+    model, batch = {"qkv": jax.ShapeDtypeStruct((192, 96), jnp.float32)}, rows(24, 96)
+    for fsdp, spec in ((4, P(None, "fsdp")), (3, P("fsdp"))):
+        mesh = helpers.abstract_mesh(fsdp=fsdp)
+        assert rx.shard_rules(model, mesh, loss_fn=loss, batch=batch)["qkv"].spec == spec
+        assert rx.shard_rules(model, mesh)["qkv"].spec == P("fsdp")  # names do not tell of pieces
+
+
 def test_a_model_is_born_in_the_layout_of_the_program():
     mesh = rx.make_mesh(tensor=4)
 
