@@ -37,10 +37,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
 import redco_eqx as rx
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._dataflow.engine import choose_layout, weigh
 from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analysis_of, explain_by
+from redco_eqx._step.mends import for_partitioner
 
 TENSOR = 4
 
@@ -64,9 +66,19 @@ class Case:
 
 
 def compiled_bytes(
-    model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
+    model: Any,
+    loss: Any,
+    batch: Any,
+    specs: Any,
+    mesh: Mesh,
+    options: Any = COMPILER_OPTIONS,
+    *,
+    mended: bool = False,
 ) -> int:
-    """Return the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter."""
+    """Return the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter.
+
+    `mended`: replaces the operations that the steps of the library replace, such as Fourier transforms.
+    """
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
@@ -90,8 +102,12 @@ def compiled_bytes(
 
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
+    def mended_step(*arguments: Any) -> Any:
+        return for_partitioner(trace(step, *arguments), mesh)(*arguments)
+
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
-    compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(options)
+    jitted = jax.jit(mended_step if mended else step, out_shardings=layout)
+    compiled = jitted.lower(params, buffers, batch).compile(options)
     return rx.communication(compiled, mesh).total.sent_bytes
 
 
@@ -374,8 +390,11 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], lis
         same = next((other for known, other in tried if known == specs), name)
         tried.append((specs, name))
         try:
-            done = same in cells
-            sent[name] = sent[same] if done else compiled_bytes(case.model, case.loss, case.batch, specs, mesh)
+            if same in cells:
+                sent[name] = sent[same]
+            else:
+                program = case.model, case.loss, case.batch
+                sent[name] = compiled_bytes(*program, specs, mesh, mended=not engines)
             cells[name] = f"{sent[name] / 1e6:.3f}"
         except Exception as error:
             cells[name] = cells.get(same, type(error).__name__[:9])

@@ -54,7 +54,7 @@ class Operation:
     step: Step | None
     operands: list[Value]
     results: list[Value]
-    times: tuple[int, int]
+    times: tuple[float, float]
     strategies: list[Strategy]
     over_batch: bool = False
 

@@ -149,14 +149,17 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
 
 
 def cond(walk: Walk, operands: list[Value]) -> Results:
-    """Walk all branches, and add up their bytes; for branches by platform, only the default counts."""
+    """Walk all branches, and count their mean; for branches by platform, count only the default."""
     branches, platforms = walk.params["branches"], walk.params.get("branches_platforms")
     if platforms:
         branches = [x for x, names in zip(branches, platforms) if names is None] or branches[:1]
     if walk.block == EXPERTS:
         for weight in (x for x in operands if x.weights):
             pin(weight.dims[0], "the experts, each of which is split inside")
-    first, *others = (walk.run(body(branch), operands[1:]) for branch in branches)
+    outside = walk.times
+    walk.times /= len(branches)
+    first, *others = [walk.run(body(branch), operands[1:]) for branch in branches]
+    walk.times = outside
     for results in others:
         for one, other in zip(first, results):
             walk.same(one.dims, other.dims, other)

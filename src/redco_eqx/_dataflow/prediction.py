@@ -1,7 +1,6 @@
 """Bytes that a layout sends, predicted from the program, for `explain`."""
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from redco_eqx._base.compiler import CPU, GPU, Compiler
 from redco_eqx._base.jaxprs import dtype_of
 from redco_eqx._base.tree import ring_bytes, size_text
 from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
-from redco_eqx._dataflow.search import best_set
+from redco_eqx._dataflow.search import best_set, without_numbers
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, resolve, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
 
@@ -63,10 +62,11 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
 
 
 def _least_over_batch(analysis: Analysis) -> list[tuple[Event, float]]:
-    """The bytes over the batch axes that no program avoids.
+    """The bytes over the batch axes that no program avoids: those of sums that make gradients or scatter rows.
 
     A sum with dims that no parameter has may be added up later, where it is smaller, such as in the gradient of
-    a table of relative positions. The gradients of looked-up rows may go to the devices that store the rows.
+    a table of relative positions. The gradients of looked-up rows may go to the devices that store the rows. A
+    program may compute where an array lies, instead of gathering it.
     """
     costs = analysis.costs
     found: list[tuple[Event, float]] = []
@@ -77,7 +77,7 @@ def _least_over_batch(analysis: Analysis) -> list[tuple[Event, float]]:
         is_scattered = event.equation.primitive.name.startswith("scatter")
         if is_gradient and is_scattered and event.block not in ENDS:
             size = min(size, _sent_as_rows(event, costs.num_shards))
-        if is_gradient or is_scattered or event.kind != "sum":
+        if event.kind == "sum" and (is_gradient or is_scattered):
             found.append((event, size))
     return found
 
@@ -159,7 +159,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
     of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps
     whole gradients, `train_step` gathers arrays only once that are used outside of loops.
     """
-    uses = defaultdict[int, list[tuple[str, Value, int]]](list)
+    uses = defaultdict[int, list[tuple[str, Value, float]]](list)
     in_loops, read_wide = set[int](), set[int]()
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
@@ -174,7 +174,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
             continue
         whole, num_parts, num_summed = stored[path]
         # An array that is used in each step of a loop is gathered once, and so is one that is used in pieces.
-        used = sum({id(x): float(x.num_bytes * times) for _, x, times in uses[leaf]}.values())
+        used = sum({id(x): x.num_bytes * max(times, 1.0) for _, x, times in uses[leaf]}.values())
         size = min(whole, used / (analysis.costs.tensor if leaf in analysis.layout else 1))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
@@ -247,7 +247,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     splits = [costs.splits[number] for number in numbers]
     groups: dict[str, list[Split]] = {}
     for split in splits:
-        name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
+        name = without_numbers(paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
     sizes = {"over the batch axes, gradients before all": of_batch, OVER_FSDP: gathered}
     sizes |= {_line(group, analysis): _total(group) for group in groups.values()}

@@ -217,9 +217,8 @@ class Sent:
             self._partial.pop(id(value), None)
             number = self._splits.pop(id(value), None)
             if number is not None:
-                sizes = [
-                    (event, self._costs.caused(self._costs.splits[number], event)) for event in step.events
-                ]
+                split = self._costs.splits[number]
+                sizes = [(event, self._costs.caused(split, event)) for event in step.events]
                 self.events += [(event, size) for event, size in sizes if size > 0]
 
     def _through(self, step: Step, number: int) -> tuple[float, list[tuple[Event, float]], float, list[Value]]:
@@ -348,7 +347,7 @@ def improve(
     """
     left: dict[str, dict[int, int | None]] = {}
     for leaf in (leaf for leaf in layout if leaf not in fixed):
-        left.setdefault(_without_numbers(paths[leaf]), {})[leaf] = None
+        left.setdefault(without_numbers(paths[leaf]), {})[leaf] = None
     if len(left) * num_steps <= MAX_STEPS:
         layout = _climb(layout, list(left.values()), judge)
     if other is None:
@@ -359,7 +358,7 @@ def improve(
             differing.setdefault(number, {})[leaf] = number
     taken: dict[frozenset[str], dict[int, int | None]] = {}
     for part in differing.values():
-        taken.setdefault(frozenset(_without_numbers(paths[leaf]) for leaf in part), {}).update(part)
+        taken.setdefault(frozenset(without_numbers(paths[leaf]) for leaf in part), {}).update(part)
     all_of_it = {leaf: other.get(leaf) for leaf in layout | other}
     is_long = len(taken) * num_steps > MAX_STEPS_TAKEN
     return _climb(layout, [*([] if is_long else taken.values()), all_of_it], judge)
@@ -378,5 +377,6 @@ def _climb(
     return layout
 
 
-def _without_numbers(path: str) -> str:
+def without_numbers(path: str) -> str:
+    """The path with `#` for each number, which is the same for similar layers."""
     return re.sub(r"\d+", "#", path)

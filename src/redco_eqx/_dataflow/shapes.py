@@ -94,8 +94,8 @@ def last_dims(num_dims: int) -> Rule:
 def fft(walk: Walk, operands: list[Value]) -> Results:
     """An FFT. All dims except the batch are whole on each device, because the compiler would otherwise fail."""
     (operand,) = operands
-    walk.event("whole", operand.dims, operand)
     kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
+    walk.event("whole", operand.dims[1:] if kept else operand.dims, operand)
     return [[*kept, *new_dims(walk.after[0][len(kept) :])]]
 
 

@@ -171,7 +171,7 @@ class Event:
         sum over devices, once; the compiler for CPU does not.
     - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
         on every backend.
-    - `times`: how often the operation runs, in loops.
+    - `times`: how often the operation runs, in loops; in a branch of several, the share of one run.
     """
 
     kind: str
@@ -179,7 +179,7 @@ class Event:
     sent: Value
     arrays: Sequence[Value]
     equation: JaxprEqn
-    times: int
+    times: float
     unless: Sequence[Dim] = ()
     block: str = ""
     along: Sequence[Sequence[int]] = ()
@@ -214,7 +214,7 @@ class Use:
     weight: int
     dims: tuple[Dim, ...]
     roles: Sequence[str]
-    num_bytes: int
+    num_bytes: float
     work: float
 
 
@@ -226,12 +226,12 @@ class Step:
     """
 
     equation: JaxprEqn
-    times: int
+    times: float
     operands: list[Value]
     results: list[Value]
     events: list[Event]
     block: str = ""
-    handed: tuple[int, int] | None = None
+    handed: tuple[float, float] | None = None
     bodies: "list[Body]" = dataclasses.field(default_factory=list)
 
 

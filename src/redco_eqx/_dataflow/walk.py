@@ -61,7 +61,7 @@ class Walk:
         self.opaque: dict[str, list[JaxprEqn]] = {}
         self.carried: list[tuple[Value, Value]] = []
         self.bodies: list[Body] = []
-        self.times = 1
+        self.times = 1.0
 
     def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Walk through a program without constants, and return its results."""
@@ -190,7 +190,7 @@ class Walk:
         """Record the use of a weight on data, if the two operands are a weight and data."""
         if data.is_data:
             size = made.num_bytes * self.times
-            self.uses += [Use(n, weight.dims, roles, size, float(size) * depth) for n in weight.weights]
+            self.uses += [Use(n, weight.dims, roles, size, size * depth) for n in weight.weights]
 
 
 def unknown(aval: AbstractValue) -> Value:
@@ -240,7 +240,7 @@ class Costs:
         """Bytes of a parameter that are no longer on a device if this dim of it is split."""
         return self.held(leaf, None) - self.held(leaf, dim)
 
-    def local_bytes(self, value: Value, times: int = 1) -> float:
+    def local_bytes(self, value: Value, times: float = 1) -> float:
         """Bytes of an array on one device if `tensor` does not split it, multiplied by `times`."""
         return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
 
@@ -249,10 +249,12 @@ class Costs:
         return ring_bytes("all-gather", num_bytes, self.tensor)
 
     def sent_over_batch(self, event: Event, part: float, split: Split | None = None) -> float:
-        """Bytes sent to sum a `part` of an array over the batch axes, and over `tensor` if `split` needs it."""
+        """Bytes sent to sum or gather a `part` of an array over the batch axes, and over `tensor` if `split`
+        needs it."""
         is_both = split is not None and split.number in self.leads.of(event.dims)
         num_parts = self.num_shards * (self.tensor if is_both else 1)
-        return ring_bytes("all-reduce", part * event.num_bytes, num_parts)
+        kind = "all-reduce" if event.kind in ("sum", "lookup") else "all-gather"
+        return ring_bytes(kind, part * event.num_bytes, num_parts)
 
     def worth_of_work(self, work: float) -> float:
         """The worth, in bytes sent, of work that a device leaves to others."""

@@ -334,17 +334,13 @@ def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
                 f"paths are: {first_few(list(arrays), most=5)}."
             )
         for path in paths:
-            _check_spec(path, pattern, arrays[path], spec, mesh)
+            if problem := misfit(arrays[path].shape, spec, mesh):
+                raise ValueError(
+                    f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, "
+                    f"{describe(arrays[path])}: {problem}"
+                )
             chosen.setdefault(path, (pattern, spec))
     return chosen
-
-
-def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    problem = misfit(x.shape, spec, mesh)
-    if problem:
-        raise ValueError(
-            f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}: {problem}"
-        )
 
 
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
