@@ -1,4 +1,4 @@
-"""The owner of a directory of checkpoints: if a second live run uses the directory, it is refused.
+"""The owner of a directory of checkpoints: a second live run that uses the directory is rejected.
 
 On one host, a kernel lock decides. It ends with its process, however that process ends. A file system may not
 pass locks on to other hosts, so the owner also touches its file. A process that finds the file of another host

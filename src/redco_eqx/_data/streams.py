@@ -94,7 +94,7 @@ class Reading(Iterator[Any]):
 
         **Arguments:**
 
-        - `verify`: true to refuse items that differ from those that were read before.
+        - `verify`: true to reject items that differ from those that were read before.
         - `say`: called with a message about how the position was reached.
 
         Raises `ValueError` if the stream ends before the position or gives different items, and `TypeError` if

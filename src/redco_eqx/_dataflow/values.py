@@ -81,7 +81,7 @@ def size_of(dim: Dim) -> int:
 
 
 def resolve(dim: Dim) -> Dim:
-    """The atoms that `dim` consists of at this point of the walk."""
+    """The atoms that `dim` consists of at this point in the walk."""
     if not any(atom.parts for atom in dim):
         return dim
     left = list(dim[::-1])

@@ -241,7 +241,7 @@ class _Resolver:
         `streams` are the widths of the residual streams beside blocks, which stay whole. A matrix that feeds a
         stream from outside stays whole, because every shard needs its output. Two matrices that keep the width
         of the stream, one before all blocks and one after them, also stay whole. A narrow head is not split
-        along its input, because the last block returns it whole.
+        along its input, because the last block returns that input whole.
         """
         keeps = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
         for m in matrices:

@@ -88,7 +88,7 @@ class _Constraints:
             return handed
 
         def leave() -> list[Operand]:
-            """Return the results. All branches need the same layout, or XLA refuses the program."""
+            """Return the results. All branches need the same layout, or XLA rejects the program."""
             if around is None or around.equation.primitive.name != "cond":
                 return hand(around, jaxpr.outvars, found.results)
             pairs = zip(jaxpr.outvars, around.results)

@@ -93,8 +93,8 @@ def identify(
 def programs_of(
     state: TrainState, batch: Batch, *, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> dict[str, str]:
-    """Compute digests of the programs of the loss and the optimizer, on one device, for a batch of 8 rows like
-    this one.
+    """Compute digests of the loss and optimizer programs, traced on one device for a batch of 8 rows like this
+    one.
 
     A digest is empty if the function cannot be traced in this way.
     """

@@ -206,7 +206,7 @@ def denoise(
     - `num_steps`: the number of steps.
     - `key`: for the noise that a step adds, if the scheduler `is_random`.
 
-    Raises `ValueError` if a needed key is missing, or for a number of steps that the scheduler refuses.
+    Raises `ValueError` if a needed key is missing, or for a number of steps that the scheduler rejects.
     """
     if scheduler.is_random and key is None:
         raise ValueError(f"denoise: {type(scheduler).__name__} draws noise in each step, and needs a key.")

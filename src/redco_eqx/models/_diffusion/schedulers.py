@@ -14,12 +14,12 @@ from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
 
 class Step(NamedTuple):
-    """One step, or a row for each. The next sample is a weighted sum of the clean sample, the sample before,
-    and noise.
+    """One step, or several steps with one row each. The next sample is a weighted sum of the clean sample, the
+    previous sample, and noise.
 
-    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample before.
-    - `of_clean`, `of_sample`, `of_noise`: the factors of the predicted clean sample, the sample before and the
-        predicted noise in the next.
+    - `signal`, `sigma`: the factors of the clean sample and the noise in the previous sample.
+    - `of_clean`, `of_sample`, `of_noise`: the factors of the predicted clean sample, the previous sample and
+        the predicted noise in the next.
     - `deviation`: the standard deviation of new noise.
     """
 

@@ -268,8 +268,8 @@ class GPTJMLP(eqx.Module):
 class GPTJBlock(eqx.Module):
     """Attention and MLP in parallel: both read the same normalised stream, and both are added to it.
 
-    So the four projections that read it share one reduction backward, and the two that close them one forward.
-    Rotary positions turn pairs of neighbouring features.
+    The four projections that read it therefore share one reduction in the backward pass, and the two output
+    projections share one in the forward pass. Rotary position embeddings rotate pairs of neighbouring features.
     """
 
     ln_1: LayerNorm

@@ -66,7 +66,7 @@ def load_stable_diffusion(
 
     - `FileNotFoundError` if the directory, its index, or a part does not exist.
     - `ValueError` for a different pipeline, a part of a different class, a scheduler that is not supported,
-        parts that do not fit each other, or anything that `load_pretrained` refuses.
+        parts that do not fit each other, or anything that `load_pretrained` rejects.
     """
     directory = Path(directory).expanduser()
     file = directory / INDEX

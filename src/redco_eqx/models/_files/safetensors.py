@@ -15,7 +15,7 @@ NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64
 """Floating dtypes, and their names in the format."""
 
 MAX_HEADER = 100_000_000
-"""The limit on a header in bytes; readers of the format refuse longer ones."""
+"""The limit on a header in bytes; readers of the format reject longer ones."""
 
 Index = tuple[slice, ...]
 

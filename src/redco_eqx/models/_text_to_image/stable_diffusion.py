@@ -155,7 +155,7 @@ def sample_images(
     **Raises:**
 
     `ValueError`, before anything is compiled, for guidance without `negative_ids` or the reverse, shapes that
-    do not fit, no `key` where one is needed, or a number of steps that the scheduler refuses.
+    do not fit, no `key` where one is needed, or a number of steps that the scheduler rejects.
     """
     if (guidance_scale != 1) != (negative_ids is not None):
         raise ValueError(
