@@ -61,7 +61,8 @@ def double() -> Iterator[None]:
         yield
 
 
-def _skipped_if_devices_lack() -> Generator[None, object, object]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
     try:
         return (yield)
     except (ValueError, AssertionError) as error:
@@ -70,11 +71,4 @@ def _skipped_if_devices_lack() -> Generator[None, object, object]:
         raise
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Generator[None, object, object]:
-    return (yield from _skipped_if_devices_lack())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
-    return (yield from _skipped_if_devices_lack())
+pytest_runtest_call = pytest_runtest_setup

@@ -2,6 +2,7 @@
 
 import pathlib
 import struct
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,6 +98,13 @@ def assert_same_layout(tree: Any, other: Any) -> None:
     for path, x, y in paired(tree, other):
         assert x.shape == y.shape, path
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (path, x.sharding, y.sharding)
+
+
+def assert_refused(call: Any, cases: Iterable[tuple[Any, ...]], begin: str = "") -> None:
+    """Each case is what `call` is given, and the pattern of its `ValueError`, after `begin`."""
+    for *given, message in cases:
+        with pytest.raises(ValueError, match=begin + message):
+            call(*given)
 
 
 def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> None:

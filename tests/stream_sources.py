@@ -105,12 +105,6 @@ def generate(examples: Any, epoch: int) -> Any:
         yield examples[i]
 
 
-def in_lists(examples: Any, size: int, epoch: int) -> Any:
-    found = [examples[i] for i in order(len(examples), epoch)]
-    for i in range(0, len(found) - size + 1, size):
-        yield found[i : i + size]
-
-
 BEGIN = Place(0, 0, None)
 
 

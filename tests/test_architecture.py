@@ -116,10 +116,8 @@ def test_a_fit_and_the_path_rules_load_what_they_use():
     found = {name.split(".")[1] for name in names if "." in name}
     assert not found & {"models", "_planning", "_dataflow", "_compiled", "_birth"}
     files = [pathlib.Path(*name.split(".")[1:]).with_suffix(".py") for name in names if "." in name]
-    lines = sum(code_lines(TEXTS[path]) for path in [*files, FACES[0]] if path in TEXTS)
-    assert lines <= LOADED
-    by_rules = loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())")
-    assert not any("_dataflow" in name for name in by_rules)
+    assert sum(code_lines(TEXTS[path]) for path in [*files, FACES[0]] if path in TEXTS) <= LOADED
+    assert not any("_dataflow" in name for name in loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())"))
 
 
 def test_public_names_are_sorted_and_documented():
@@ -180,19 +178,18 @@ def test_no_name_of_the_core_means_two_things():
 
 def test_docstrings_begin_with_a_verb_or_the_thing():
     docs = [
-        (path, ast.get_docstring(node) or "")
+        (path, node, ast.get_docstring(node) or "")
         for path, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
     ]
     relative = re.compile(r"(What|Whether|How|Which|Where|Who|Of)\b")
-    assert [f"{path}: {doc.splitlines()[0]}" for path, doc in docs if relative.match(doc)] == []
+    assert [f"{path}: {doc.splitlines()[0]}" for path, _, doc in docs if relative.match(doc)] == []
     third_person = re.compile(r"(Returns|Raises|Yields|Makes|Computes|Adds|Takes|Turns|Waits)\b")
     functions = [
         (path, node.name)
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and third_person.match(ast.get_docstring(node) or "")
+        for path, node, doc in docs
+        if isinstance(node, ast.FunctionDef) and third_person.match(doc)
     ]
     assert functions == [], "the imperative: Return, Raise, ..."
 
@@ -205,5 +202,4 @@ def test_pages_and_docstrings_are_in_plain_words():
     )
     pages = [path for place in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in ROOT.glob(place)]
     texts = {path: path.read_text("utf-8") for path in pages if path.name != "CONTRIBUTING.md"}  # it quotes one
-    found = [f"{path}: {m[0]}" for path, x in {**TEXTS, **texts}.items() for m in strange.finditer(x)]
-    assert found == []
+    assert [f"{path}: {m[0]}" for path, x in {**TEXTS, **texts}.items() for m in strange.finditer(x)] == []

@@ -131,8 +131,7 @@ def telling(name: str, *, stacked: bool = True, dtype: Any = jnp.float32, **chan
 
 def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
     """The same arrays (layers in a list) in a model of other options."""
-    kind, config, arrays = type(model), model.config, to_arrays(model)
-    make = functools.partial(kind, config, stacked=stacked, **options)
+    make, arrays = functools.partial(type(model), model.config, stacked=stacked, **options), to_arrays(model)
     shape = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
     pieces = {key: arrays[e.path][index] for e in entries_of(model) for index, key in e.places}
     found = {e.path: np.stack([pieces[k] for k in e.keys]).reshape(e.shape) for e in entries_of(shape)}

@@ -131,8 +131,7 @@ def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> 
         layer = eqx.tree_at(lambda layer: layer.weight, LINEAR, weight)
         return jnp.sin(jax.vmap(layer)(x)).sum()
 
-    shardings = (weight.sharding, x.sharding)
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=shardings)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=(weight.sharding, x.sharding))
     found = communication(gradient.lower(weight, x).compile(), mesh)
     # The gather is of the input's gradient, which was asked for whole: the compiler adds it, and names no line.
     assert {(c.kind, c.axes, c.is_backward): c.source for c in found} == {

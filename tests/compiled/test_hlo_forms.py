@@ -1,6 +1,7 @@
 """Text that is not from here: XLA's other forms of collectives, in the words of the TPU and GPU compilers."""
 
 import pytest
+from helpers import assert_refused
 from jax.sharding import AbstractMesh
 from test_communication import only
 
@@ -110,8 +111,7 @@ def test_calls_are_followed_each_time() -> None:
   %b = f32[4]{0} call(%a), to_apply=%outer
   %c = pred[] constant(true)
   ROOT %d = f32[4]{0} conditional(%c, %b, %b), true_computation=%inner, false_computation=%outer"""
-    found = communication(module(entry, inner, outer), CUBE)
-    assert [c.conditional for c in found] == [False] * 4 + [True] * 2
+    assert [c.conditional for c in communication(module(entry, inner, outer), CUBE)] == [False] * 4 + [True] * 2
 
 
 LOOP = "(s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)})"
@@ -232,8 +232,7 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
   %w = (bf16[4,128], bf16[8,128], u32[]) fusion(%s), kind=kOutput, calls=%async_collective_fusion.2
   %o = {other}
   ROOT %d = bf16[8,128] fusion(%w), kind=kCustom, calls=%fused_computation.3"""
-    found = communication(module(entry, start, work, done), CUBE)
-    assert [c.axes for c in found] == [("tensor",), ("fsdp",)]
+    assert [c.axes for c in communication(module(entry, start, work, done), CUBE)] == [("tensor",), ("fsdp",)]
 
 
 BYTES = {
@@ -243,8 +242,7 @@ BYTES = {
 
 
 def test_bytes_of_dtypes() -> None:
-    found = {shape: only(communication(module(reduce(shape)), CUBE)).result_bytes for shape in BYTES}
-    assert found == BYTES
+    assert {shape: only(communication(module(reduce(shape)), CUBE)).result_bytes for shape in BYTES} == BYTES
 
 
 def test_names_without_percent_sign_and_operation() -> None:
@@ -270,9 +268,7 @@ ERRORS = [
 
 
 def test_errors() -> None:
-    for text, message in ERRORS:
-        with pytest.raises(ValueError, match=message):
-            communication(text, CUBE)
+    assert_refused(lambda text: communication(text, CUBE), ERRORS)
 
 
 @pytest.mark.parametrize("outermost", [0, 1], ids=["parents from 0", "parents from 1"])

@@ -3,13 +3,6 @@
 from redco_eqx._dataflow.values import new_dim, pin, resolve, unify
 
 
-def test_a_fused_dim_becomes_pieces_heads_and_head_size():
-    fused, heads = new_dim(96), (*new_dim(8), *new_dim(4))
-    assert unify(fused, (*new_dim(3), *heads))
-    assert [atom.size for atom in resolve(fused)] == [3, 8, 4]
-    assert resolve(fused)[1:] == resolve(heads)
-
-
 def test_a_pin_goes_to_every_factor_and_stays():
     dim, other = new_dim(12), (*new_dim(3), *new_dim(4))
     pin(dim, "the batch")

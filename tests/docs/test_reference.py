@@ -17,21 +17,16 @@ SECTIONS = [
 FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "models", "types"))]
 
 
-def names_of(face: str) -> list[str]:
-    """`__all__`, or what a face of imports alone gives names to."""
-    module = importlib.import_module(face)
-    imported = [name for name, x in vars(module).items() if name[0] != "_" and not inspect.ismodule(x)]
-    return getattr(module, "__all__", imported)
-
-
 def listed(text: str) -> list[str]:
     return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("face", FACES)
 def test_each_name_of_a_face_is_listed_once(face):
-    modules = {name.rpartition(".")[2] for name in FACES}
-    names = [f"{face}.{name}" for name in names_of(face) if name not in modules]
+    """Those in `__all__`, or what a face of imports alone gives names to."""
+    modules, module = {name.rpartition(".")[2] for name in FACES}, importlib.import_module(face)
+    imported = [name for name, x in vars(module).items() if name[0] != "_" and not inspect.ismodule(x)]
+    names = [f"{face}.{name}" for name in getattr(module, "__all__", imported) if name not in modules]
     everywhere = [name for page in REFERENCE for name in listed(page.read_text())]
     assert sorted(names) == sorted(name for name in everywhere if name.rpartition(".")[0] == face)
 

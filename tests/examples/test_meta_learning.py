@@ -14,16 +14,12 @@ from PIL import Image
 RULE = {"num_steps": 2, "rate": 0.1}
 
 
-def make_batch():
-    batch = maml.collate_fn(list(range(8)), draw=maml.sinusoid, seed=0)
-    return jax.tree.map(lambda x: x.astype(np.float64), batch)
-
-
 make_model = partial(maml.Model, shape=(1,), num_outputs=1, width=8)
 
 
 def test_the_second_order_is_that_of_a_finite_difference_and_the_first_leaves_it_out(double):
-    batch = make_batch()
+    batch = maml.collate_fn(list(range(8)), draw=maml.sinusoid, seed=0)
+    batch = jax.tree.map(lambda x: x.astype(np.float64), batch)
     params, static = eqx.partition(make_model(key=jax.random.key(0)), eqx.is_inexact_array)
 
     @partial(jax.jit, static_argnames="first")
@@ -79,10 +75,9 @@ def test_the_same_number_is_the_same_task():
     assert not np.array_equal(one["x"][0], one["x"][1])
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    """A few classes in the form of each data set."""
-    root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+def test_both_data_sets_are_read(tmp_path):
+    """A few classes in the form of each."""
+    random = np.random.default_rng(0)
 
     def write(file, shape):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -92,20 +87,16 @@ def directories(tmp_path_factory):
     for part, num in {"images_background": 3, "images_evaluation": 2}.items():
         for i in range(2 * num):
             for j in range(4):
-                write(root / f"omniglot/{part}/A{i // 2}/character0{i % 2}/{i}_{j}.png", (105, 105))
+                write(tmp_path / f"omniglot/{part}/A{i // 2}/character0{i % 2}/{i}_{j}.png", (105, 105))
     for part in ("train", "val", "test"):
         for i in range(3):
             for j in range(4):
-                write(root / f"mini/{part}/n{part}{i}/{j}.jpg", (90, 100, 3))
-    return root
-
-
-def test_both_data_sets_are_read(directories):
-    train, test = maml.read(types.SimpleNamespace(data=directories / "omniglot", ways=2, shots=1))
+                write(tmp_path / f"mini/{part}/n{part}{i}/{j}.jpg", (90, 100, 3))
+    train, test = maml.read(types.SimpleNamespace(data=tmp_path / "omniglot", ways=2, shots=1))
     assert (len(train), len(test)) == (24, 16), "quarter turns are kinds of their own"
     assert {kind.shape for kind in train + test} == {(4, 28, 28, 1)}
     np.testing.assert_array_equal(train[1], np.rot90(train[0], 1, (1, 2)))
-    train, test = maml.read(types.SimpleNamespace(data=directories / "mini", ways=2, shots=1))
+    train, test = maml.read(types.SimpleNamespace(data=tmp_path / "mini", ways=2, shots=1))
     assert (len(train), len(test)) == (3, 3)
     assert {kind.shape for kind in train + test} == {(4, 84, 84, 3)}
 

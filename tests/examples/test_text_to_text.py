@@ -26,46 +26,32 @@ def rows(num, seed):
         yield {"document": " ".join(words), "summary": SUMMARIES[word], "id": str(i)}
 
 
-@pytest.fixture(scope="module")
-def xsum(tmp_path_factory):
-    """A directory in XSum's form, in two of its files."""
-    directory = tmp_path_factory.mktemp("xsum")
+@pytest.mark.long
+def test_each_family_learns_more_than_the_lead_keeps_what_is_best_and_is_trained_further(tmp_path):
+    """On a directory in XSum's form, in two of its files."""
     train = list(rows(320, 0))
     for i, half in enumerate((train[:160], train[160:])):
-        text_tables.write(directory / f"train-{i:05}-of-00002.parquet", half)
-    text_tables.write(directory / "validation.jsonl", list(rows(32, 1)))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def run(xsum, tmp_path_factory):
-    """One run of both families: where its results are, and its numbers."""
-    directory = tmp_path_factory.mktemp("run")
-    flags = ["--data", str(xsum), "--checkpoints", str(directory / "checkpoints"), "--output", str(directory)]
-    return directory, example.main([*TINY, *flags])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["T5", "BART"])
-def test_each_family_learns_more_than_the_lead_and_keeps_what_is_best(run, family):
-    kept = {info.step for info in rx.list_checkpoints(run[0] / "checkpoints" / family)}
-    for score in ("ROUGE-2", "ROUGE-L"):
-        scores, lead = run[1][f"{family}, {score}"]
-        assert len(scores) == 4
-        assert scores[-1] > lead + 0.3
-        assert 20 * (1 + int(np.argmax(scores))) in kept
-    written = [json.loads(line) for line in (run[0] / family / "step-80.jsonl").read_text().splitlines()]
-    assert [x["example"]["document"] for x in written] == [row["document"] for row in rows(32, 1)]
-    found = example.metric_fn([x["example"] for x in written], [x["prediction"] for x in written])
-    assert found["rougeL"] == pytest.approx(run[1][f"{family}, ROUGE-L"][0][-1])
-
-
-@pytest.mark.long
-def test_a_directory_of_a_model_is_trained_further(run, xsum):
-    flags = ["--model", str(run[0] / "BART"), "--data", str(xsum), "--fsdp", "2"]
-    scores, lead = example.main([*TINY[:-4], "--epochs", "1", *flags])["BART, ROUGE-L"]
-    assert lead == run[1]["BART, ROUGE-L"][1]
-    assert scores[-1] > run[1]["BART, ROUGE-L"][0][-1] - 0.05, "at a rate of 2e-5"
+        text_tables.write(tmp_path / f"train-{i:05}-of-00002.parquet", half)
+    text_tables.write(tmp_path / "validation.jsonl", list(rows(32, 1)))
+    data = ["--data", str(tmp_path)]
+    flags = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path)]
+    results = example.main([*TINY, *data, *flags])
+    for family in ("T5", "BART"):
+        kept = {info.step for info in rx.list_checkpoints(tmp_path / "checkpoints" / family)}
+        for score in ("ROUGE-2", "ROUGE-L"):
+            scores, lead = results[f"{family}, {score}"]
+            assert len(scores) == 4
+            assert scores[-1] > lead + 0.3
+            assert 20 * (1 + int(np.argmax(scores))) in kept
+        written = [json.loads(x) for x in (tmp_path / family / "step-80.jsonl").read_text().splitlines()]
+        assert [x["example"]["document"] for x in written] == [row["document"] for row in rows(32, 1)]
+        found = example.metric_fn([x["example"] for x in written], [x["prediction"] for x in written])
+        assert found["rougeL"] == pytest.approx(results[f"{family}, ROUGE-L"][0][-1])
+    before, expected = results["BART, ROUGE-L"]
+    flags = ["--model", str(tmp_path / "BART"), "--fsdp", "2"]
+    scores, lead = example.main([*TINY[:-4], "--epochs", "1", *data, *flags])["BART, ROUGE-L"]
+    assert lead == expected
+    assert scores[-1] > before[-1] - 0.05, "at a rate of 2e-5"
 
 
 # ------------------------------------------------------------------------------------- the data
@@ -84,8 +70,7 @@ def test_formats_give_the_same_rows(tmp_path):
 
 def test_docstrings_are_summaries_of_functions_that_do_not_have_them():
     train, held_out = example.docstrings(20)
-    documents = {x["document"] for x in train[: len(train) // 2]}
-    assert documents.isdisjoint(x["document"] for x in held_out)
+    assert {x["document"] for x in train[: len(train) // 2]}.isdisjoint(x["document"] for x in held_out)
     assert len(train) > 4 * len(held_out) > 40
     assert all(x["summary"] and "\n" not in x["summary"] for x in train)
 

@@ -23,20 +23,6 @@ from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.safetensors import Stored
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """`[(key, index, bytes)]` of everything read from files."""
-    log, read = [], Stored.read
-
-    def counting(self, index):
-        array = read(self, index)
-        log.append((self.key, index, array.nbytes))
-        return array
-
-    monkeypatch.setattr(Stored, "read", counting)
-    return log
-
-
 @pytest.mark.parametrize(
     ("family", "axes", "stacked"),
     [
@@ -46,7 +32,15 @@ def reads(monkeypatch):
         *in_long(("gpt2", {"tensor": 4, "data": 1}, False), ("llama", {"tensor": 2, "fsdp": 2}, True)),
     ],
 )
-def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(tmp_path, reads, family, axes, stacked):
+def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(tmp_path, monkeypatch, family, axes, stacked):
+    reads, read = [], Stored.read
+
+    def counting(self, index):
+        array = read(self, index)
+        reads.append((self.key, index, array.nbytes))
+        return array
+
+    monkeypatch.setattr(Stored, "read", counting)
     arrays = make_arrays(family, jnp.bfloat16)
     write(tmp_path, family, arrays, num_files=3 if stacked else 1)
     # A conversion happens slice by slice, after reading.

@@ -37,9 +37,7 @@ def adapt(model: Any, mesh: Any, targets: Any = ("q_proj", "v_proj")) -> Any:
     return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))
 
 
-@eqx.filter_jit
-def logits_of(model: Any) -> Any:
-    return model(TOKENS)
+logits_of = eqx.filter_jit(lambda model: model(TOKENS))
 
 
 def with_noise(adapted: Any) -> Any:

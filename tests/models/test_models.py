@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, in_long, mesh_of
+from helpers import assert_close, assert_refused, in_long, mesh_of
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
@@ -168,8 +168,7 @@ def test_a_buffer_is_never_trained_and_part_of_the_head():
 
 
 def test_labels_are_shifted_to_the_right():
-    labels = jnp.asarray([[5, 6, -100, 7]])
-    assert models.shift_right(labels, 2, pad=1).tolist() == [[2, 5, 6, 1]]
+    assert models.shift_right(jnp.asarray([[5, 6, -100, 7]]), 2, pad=1).tolist() == [[2, 5, 6, 1]]
 
 
 def test_rotation_in_float64_is_one():
@@ -223,9 +222,7 @@ BAD_INPUT: list[tuple[str, Any, tuple[Any, ...], str]] = [
 
 
 def test_bad_input_is_refused():
-    for name, method, arrays, message in BAD_INPUT:
-        with pytest.raises(ValueError, match=message):
-            eqx.filter_eval_shape(method, abstract(name), *arrays)
+    assert_refused(lambda name, f, arrays: eqx.filter_eval_shape(f, abstract(name), *arrays), BAD_INPUT)
     with pytest.raises((ValueError, TypeCheckError)):
         eqx.filter_eval_shape(call, abstract("t5"), array(2, 4), ids(2, 4))
     for name in ("unet", "vae"):

@@ -14,6 +14,7 @@ import optax
 import pytest
 from checkpoint_files import edit_json
 from fit_helpers import assert_identical
+from helpers import assert_refused
 from tiny_models import LENGTH, abstract, make
 
 import redco_eqx as rx
@@ -193,8 +194,7 @@ def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_m
     target = scheduler.target(clean, noise, timesteps)
     if prediction_type == "v_prediction":
         target = np.sqrt(share) * noisy - np.sqrt(1 - share) * target  # of the clean sample
-    expected = noise if prediction_type == "epsilon" else clean
-    np.testing.assert_allclose(target, expected, atol=1e-6)
+    np.testing.assert_allclose(target, noise if prediction_type == "epsilon" else clean, atol=1e-6)
     half = scheduler.add_noise(clean.astype(jnp.bfloat16), noise.astype(jnp.bfloat16), timesteps)
     assert half.dtype == jnp.bfloat16
 
@@ -244,6 +244,4 @@ def bad_calls():
 
 
 def test_what_is_wrong_is_refused():
-    for call, words in bad_calls():
-        with pytest.raises(ValueError, match=words):
-            call()
+    assert_refused(lambda call: call(), bad_calls())

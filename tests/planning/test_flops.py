@@ -12,7 +12,7 @@ import pytest
 import workloads
 
 import redco_eqx as rx
-from redco_eqx._base.jaxprs import Program, trace
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._planning.memory import num_flops
 from redco_eqx._training.run import peak_seconds
 
@@ -59,20 +59,15 @@ def test_products_are_counted_in_loops_too_and_else_as_the_compiler_counts() -> 
 SIZES = workloads.Sizes(dim=32, num_layers=2, num_heads=4, vocabulary=64, length=16, batch_size=8)
 
 
-def step_of_llama(remat: Any, **axes: Any) -> tuple[Program, Any]:
-    """The traced step on a mesh, and its state."""
-    case, optimizer = workloads.family_case("LLaMA", SIZES, remat=remat), optax.sgd(0.1)
-    model, shardings = workloads.abstract_model(case, rx.make_mesh(**axes))
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
-    step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
-    return trace(step, state, case.batch), state
-
-
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_step_has_the_operations_of_the_closed_form_on_every_mesh(remat: str) -> None:
     """`6N + 12 L d s` for a token (PaLM, appendix B): layers that are computed again do not count."""
+    case, optimizer = workloads.family_case("LLaMA", SIZES, remat=remat), optax.sgd(0.1)
     for sizes in ({"data": 1}, {"tensor": 4}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}):
-        program, state = step_of_llama(remat, **sizes)
+        model, shardings = workloads.abstract_model(case, rx.make_mesh(**dict[str, Any](sizes)))
+        state = rx.init_state(model, optimizer, key=jax.random.key(0))
+        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
+        program = trace(step, state, case.batch)
         num = sum(x.size for path, x in state.params.items() if x.ndim == 2 and "embed" not in path)
         by_attention = 12 * SIZES.num_layers * SIZES.dim * SIZES.length
         expected = SIZES.batch_size * SIZES.length * (6 * num + by_attention)

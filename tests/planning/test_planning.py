@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import assert_refused
 
 import redco_eqx as rx
 from redco_eqx._base.compiler import GPU, TPU
@@ -173,9 +174,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_cannot_be_planned_is_refused_before_anything_is_compiled() -> None:
-    for arguments, message in WRONG:
-        with pytest.raises(ValueError, match=message):
-            plan(**arguments)
+    assert_refused(lambda arguments: plan(**arguments), WRONG)
 
 
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ TARGET = Target("", (), Chip(GIB, 1.0, 1.0), "cpu")
 
 
 def trial(seconds: float, held: int = 10, remat: str = "none", microbatches: int = 1) -> Trial:
-    memory = Memory(held, 0, 0, 0)
-    return Trial(MESH, {"remat": remat}, microbatches, STATE, {}, TARGET, memory, 0.0, seconds)
+    return Trial(MESH, {"remat": remat}, microbatches, STATE, {}, TARGET, Memory(held, 0, 0, 0), 0.0, seconds)
 
 
 class Compiler:
@@ -104,8 +103,7 @@ def test_if_nothing_fits_the_one_that_lacks_least_is_compiled_again_in_microbatc
 
 
 def test_after_a_ctrl_c_what_is_known_is_returned() -> None:
-    found = run(APART, Compiler({1.0: 300, 3.0: 20}))
-    assert [t.fits for t in found] == [False, None, None]
+    assert [t.fits for t in run(APART, Compiler({1.0: 300, 3.0: 20}))] == [False, None, None]
 
 
 def test_meshes_are_all_that_split_the_batch() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import assert_refused
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -45,6 +46,7 @@ def test_given_devices_are_used_in_their_order():
     assert meshes.one_device_mesh(devices[0]) == one
 
 
+DP_TP, DATA_TENSOR = jax.make_mesh((2, 4), ("dp", "tp")), ("data", "tensor")
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 0}, "tensor=0"),
     ({"data": -2}, "data=-2"),
@@ -53,13 +55,17 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 3}, "tensor=3 needs a multiple of 3 devices, but there are 8"),
     ({"devices": []}, "there are none"),
     ({"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices"),
+    *(
+        ({"mesh": DP_TP, "names": names}, r"has axes \('dp', 'tp'\), each of which needs one of the names")
+        for names in (None, ("data",), ("data", "tp"), ("data", "tensor", "fsdp"))
+    ),
+    ({"mesh": DP_TP, "names": DATA_TENSOR, "tensor": 4}, r"Leave out tensor, fsdp, data, devices"),
+    ({"names": DATA_TENSOR}, r"but mesh= is missing"),
 ]
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    for sizes, message in UNFIT:
-        with pytest.raises(ValueError, match=message):
-            make_mesh(**sizes)
+def test_sizes_that_do_not_fit_and_what_is_no_name_of_an_axis_are_refused():
+    assert_refused(lambda arguments: make_mesh(**arguments), UNFIT)
 
 
 # Which meshes are taken.
@@ -136,14 +142,3 @@ def test_a_mesh_of_ones_own_keeps_each_device_in_its_place():
             for axis, index, size in zip(names or axes, place, shape):
                 along[axis] = along[axis] * size + index
             assert mesh.devices[tuple(along.values())] == device, (axes, kind)
-
-
-def test_what_is_no_name_of_an_axis_is_refused():
-    own = jax.make_mesh((2, 4), ("dp", "tp"))
-    for names in (None, ("data",), ("data", "tp"), ("data", "tensor", "fsdp")):
-        with pytest.raises(ValueError, match=r"has axes \('dp', 'tp'\), each of which needs one of the names"):
-            make_mesh(mesh=own, names=names)
-    with pytest.raises(ValueError, match=r"Leave out tensor, fsdp, data, devices"):
-        make_mesh(mesh=own, names=("data", "tensor"), tensor=4)
-    with pytest.raises(ValueError, match=r"but mesh= is missing"):
-        make_mesh(names=("data", "tensor"))
