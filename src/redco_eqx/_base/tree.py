@@ -88,7 +88,7 @@ def lack_of_value(x: object) -> str | None:
     if isinstance(x, jax.ShapeDtypeStruct):
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-        return "has been deleted. It was donated, perhaps with an earlier state"
+        return "has been deleted. It was donated, perhaps as part of an earlier state"
     return None
 
 

@@ -187,7 +187,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Communication:
-    """The collectives of one call of a compiled program. `str()` gives a table by kind, axes and source line.
+    """The collectives of one call to a compiled program. `str()` gives a table by kind, axes and source line.
 
     **Attributes:**
 

@@ -90,7 +90,7 @@ class Reading(Iterator[Any]):
         say: Callable[[str], object] = lambda _: None,
     ):
         """Open the stream, and go to the position. Restore the state of the source, if the items from there
-        give the stored checksum. Otherwise, read up to the position from the beginning.
+        match the stored checksum. Otherwise, read up to the position from the beginning.
 
         **Arguments:**
 

@@ -23,7 +23,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     """Make a step that skips updates that are not finite. In that case, only `step` in the state advances.
 
     The metrics get an additional entry, `"skipped"`, which is a mean of 0s and 1s. The step is pure, and
-    needs no synchronisation. Use it in your own loop. In the same case, [`fit`][] ends the run with a
+    needs no synchronisation. Use it in your own loop. In that situation, [`fit`][] ends the run with a
     `NonFiniteError`.
 
     ```python

@@ -222,11 +222,11 @@ class Reporter:
     """Keeps the rows of one run. Updates the loggers, the file and the progress bar of the run, only on process
     0.
 
-    - `rows`: the rows of the training since the run began.
+    - `rows`: the training rows since the run began.
     - `metrics`: the metrics of the last of these rows, without rates.
     - `console`: the first console among the loggers, or `None`.
     - `bar`: the progress bar, which is hidden if there is no console.
-    - `peak_seconds`: that of the present [`TrainProgram`][].
+    - `peak_seconds`: that of the current [`TrainProgram`][].
     """
 
     peak_seconds = 0.0
