@@ -16,9 +16,7 @@ NUM_LAYERS, DIM, WIDTH = 3, 64, 176
 SIZES = workloads.Sizes(dim=DIM, num_layers=NUM_LAYERS, num_heads=4, vocabulary=32)
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    return pages.defined("howto/muon.md", "def owned_muon", jax=jax, optax=optax, rx=rx)
+RECIPE = pages.defined("howto/muon.md", "def owned_muon", jax=jax, optax=optax, rx=rx)
 
 
 def make_model(mesh, stacked, seed):
@@ -39,10 +37,10 @@ def two_updates(model, mesh, stacked, optimizer):
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
-def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_back(recipe, stacked):
+def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_back(stacked):
     alone = rx.make_mesh(devices=jax.devices()[:1])
     model = make_model(alone, stacked, 0)
-    dims = recipe["matrices"](model)
+    dims = RECIPE["matrices"](model)
     assert len(dims) == 7 * (1 if stacked else NUM_LAYERS)
 
     def numbers(params):
@@ -54,7 +52,7 @@ def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_ba
     meshes = [rx.make_mesh(fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))]
     for mesh in (alone, *meshes):
         model = make_model(mesh, stacked, 0)
-        optimizer = recipe["owned_muon"](1e-2, model, dims, **options)
+        optimizer = RECIPE["owned_muon"](1e-2, model, dims, **options)
         found, opt_state, compiled = two_updates(model, mesh, stacked, optimizer)
         assert jax.tree.structure(opt_state) == jax.tree.structure(like)
         # Float32: the iteration of a stack rounds otherwise than that of one matrix.

@@ -1,9 +1,8 @@
 """Programs to differentiate: what one is as JSON, the loss built from it, a strategy that draws them."""
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,7 @@ OBJECTIVES = ("loss", "gradient_penalty", "inner_step")
 MODES = ("step", "ensemble", "outer")
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """- `weights`: shape and dtype of each parameter, one dict for each operation.
     - `loss`: `(model, batch) -> scalar`, with `model` as `weights` in a dict under `layers`.
     """
@@ -75,19 +73,15 @@ def _layer(apply: Any, settings: Spec) -> Callable[[Any, Any, Any], Any]:
 def _objective(name: str, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """The loss, or one with derivatives in it."""
 
-    def of_x(model: Any, batch: Any) -> Any:
-        return lambda x: loss(model, {**batch, "x": x})
-
     def gradient_penalty(model: Any, batch: Any) -> Any:
-        value, gradient = jax.value_and_grad(of_x(model, batch))(batch["x"])
+        value, gradient = jax.value_and_grad(lambda x: loss(model, {**batch, "x": x}))(batch["x"])
         return value + batch["x"].shape[0] * jnp.sum(gradient**2)
 
     def inner_step(model: Any, batch: Any) -> Any:
         gradient = jax.grad(loss)(model, batch)
         return loss(jax.tree.map(lambda p, g: p - 0.1 * jnp.conj(g), model, gradient), batch)
 
-    named = {"gradient_penalty": gradient_penalty, "inner_step": inner_step}
-    return named.get(name, loss)
+    return {"gradient_penalty": gradient_penalty, "inner_step": inner_step}.get(name, loss)
 
 
 def make_model(program: Program, seed: int) -> Any:
@@ -125,9 +119,8 @@ def programs(draw: Callable[..., Any], family: str) -> Spec:
     operations = [one(own, wrapper), *others]
     if others and draw(st.booleans()):
         operations = operations[::-1]
-    layouts = []
-    for mesh in draw(st.permutations(list(MESHES)))[:3]:
-        layouts.append([mesh, draw(st.one_of(one_of("whole", "rules", "program"), st.integers(0, 99)))])
+    kinds = st.one_of(one_of("whole", "rules", "program"), st.integers(0, 99))
+    layouts = [[mesh, draw(kinds)] for mesh in draw(st.permutations(list(MESHES)))[:3]]
     num_microbatches = draw(one_of(1, 1, 2))
     return {
         "batch": 16 if num_microbatches == 2 else draw(one_of(8, 16)),

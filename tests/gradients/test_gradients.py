@@ -24,7 +24,6 @@ NUM_SHARES = int(os.environ.get("GRADIENTS_SHARES", "1"))
 SEED = int(os.environ.get("GRADIENTS_SEED", "0"))
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("GRADIENTS_SHRINK") == "1" else (Phase.generate,)
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SETTINGS = settings(
     max_examples=SHARE,
     deadline=None,
@@ -32,7 +31,7 @@ SETTINGS = settings(
     print_blob=False,
     report_multiple_bugs=False,
     phases=PHASES,
-    suppress_health_check=SLOW,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 
 

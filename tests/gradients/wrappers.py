@@ -1,40 +1,35 @@
 """Transformations of an operation that keep its value, or change it in a known way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Layer = Callable[[Any, Any, Any], Any]
+Layer = Callable[..., Any]
 """`(weights, x, index) -> y`."""
 
 
 def _custom_vjp(layer: Layer) -> Layer:
-    @jax.custom_vjp
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        return layer(weights, x, index)
+    wrapped = jax.custom_vjp(lambda *given: layer(*given))
 
-    def forward(weights: Any, x: Any, index: Any) -> Any:
-        return wrapped(weights, x, index), (weights, x, index)
+    def forward(*given: Any) -> Any:
+        return wrapped(*given), given
 
-    def backward(residual: Any, gradient: Any) -> Any:
-        weights, x, index = residual
-        return *jax.vjp(lambda weights, x: layer(weights, x, index), weights, x)[1](gradient), None
+    def backward(given: Any, gradient: Any) -> Any:
+        return *jax.vjp(lambda *some: layer(*some, given[2]), *given[:2])[1](gradient), None
 
     wrapped.defvjp(forward, backward)
     return wrapped
 
 
 def _custom_jvp(layer: Layer) -> Layer:
-    @jax.custom_jvp
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        return layer(weights, x, index)
+    wrapped = jax.custom_jvp(lambda *given: layer(*given))
 
     @wrapped.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        weights, x, index = primals
-        return jax.jvp(lambda weights, x: layer(weights, x, index), (weights, x), tangents[:2])
+        return jax.jvp(lambda *some: layer(*some, primals[2]), primals[:2], tangents[:2])
 
     return wrapped
 
@@ -52,31 +47,25 @@ def _one_by_one(f: Any) -> Any:
     return lambda xs: jax.lax.map(f, xs)
 
 
-def _halves(run: Any) -> Callable[[Layer], Layer]:
+def _halves(run: Any, layer: Layer) -> Layer:
     """Two halves of the batch, by `run`."""
 
-    def wrap(layer: Layer) -> Layer:
-        def wrapped(weights: Any, x: Any, index: Any) -> Any:
-            halves = x.reshape(2, -1, *x.shape[1:]), index.reshape(2, -1, index.shape[1])
-            y = run(lambda half: layer(weights, *half))(halves)
-            return y.reshape(x.shape[0], *y.shape[2:])
+    def wrapped(weights: Any, x: Any, index: Any) -> Any:
+        halves = x.reshape(2, -1, *x.shape[1:]), index.reshape(2, -1, index.shape[1])
+        y = run(lambda half: layer(weights, *half))(halves)
+        return y.reshape(x.shape[0], *y.shape[2:])
 
-        return wrapped
-
-    return wrap
+    return wrapped
 
 
-def _members(run: Any) -> Callable[[Layer], Layer]:
+def _members(run: Any, layer: Layer) -> Layer:
     """Weights of two scales, by `run`."""
 
-    def wrap(layer: Layer) -> Layer:
-        def wrapped(weights: Any, x: Any, index: Any) -> Any:
-            one = lambda scale: layer(jax.tree.map(lambda w: scale * w, weights), x, index)  # noqa: E731
-            return run(one)(jnp.array([1.0, 0.5])).mean(0)
+    def wrapped(weights: Any, x: Any, index: Any) -> Any:
+        one = lambda scale: layer(jax.tree.map(lambda w: scale * w, weights), x, index)  # noqa: E731
+        return run(one)(jnp.array([1.0, 0.5])).mean(0)
 
-        return wrapped
-
-    return wrap
+    return wrapped
 
 
 WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
@@ -86,8 +75,8 @@ WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
     "custom_vjp": _custom_vjp,
     "custom_jvp": _custom_jvp,
     "cond": _cond,
-    "scan": _members(_one_by_one),
-    "chunks": _halves(_one_by_one),
-    "tasks": _halves(jax.vmap),
-    "ensemble": _members(jax.vmap),
+    "scan": partial(_members, _one_by_one),
+    "chunks": partial(_halves, _one_by_one),
+    "tasks": partial(_halves, jax.vmap),
+    "ensemble": partial(_members, jax.vmap),
 }

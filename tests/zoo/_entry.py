@@ -75,8 +75,7 @@ def unlike(specs: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens(batch_size: int, *, vocab: int = VOCAB, seq: int = SEQ, seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    return {"tokens": rng.integers(0, vocab, (batch_size, seq + 1), dtype=np.int32)}
+    return {"tokens": np.random.default_rng(seed).integers(0, vocab, (batch_size, seq + 1), dtype=np.int32)}
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:

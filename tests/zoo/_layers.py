@@ -64,12 +64,7 @@ def attend(q, k, v, *, causal: bool = False, rotary: bool = False, scale: bool =
     k, v = (x.reshape(len(x), -1, q.shape[-1]) for x in (k, v))
     if rotary:
         q, k = rotate(q), rotate(k)
-
-    def repeat(x):
-        shape = (*x.shape[:2], HEADS // x.shape[1], x.shape[2])
-        return jnp.broadcast_to(x[:, :, None], shape).reshape(len(x), HEADS, -1)
-
-    k, v = repeat(k), repeat(v)
+    k, v = (jnp.repeat(x, HEADS // x.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qhd,khd->hqk", q, k) / (math.sqrt(q.shape[-1]) if scale else 1.0)
     scores = scores if bias is None else scores + bias
     if causal:

@@ -35,8 +35,7 @@ def inverted_residual(key: Any) -> Any:
 
 
 def apply_inverted(model: Any, x: Any) -> Any:
-    h = jax.nn.relu(model["depthwise"](jax.nn.relu(model["expand"](x))))
-    return x + model["project"](h)
+    return x + model["project"](jax.nn.relu(model["depthwise"](jax.nn.relu(model["expand"](x)))))
 
 
 def recurrent(key: Any) -> Any:

@@ -99,8 +99,7 @@ def of_ends(name: str, names: tuple[str, ...], widths: tuple[int, ...], specs: A
             x = each(model[name], jnp.tanh(x))
         return x
 
-    shapes: Any = {"x": (SEQ, widths[0]), "y": (SEQ, widths[-1])}
-    return of_rows(name, make, apply, OF_BLOCKS | specs, **shapes)
+    return of_rows(name, make, apply, OF_BLOCKS | specs, x=(SEQ, widths[0]), y=(SEQ, widths[-1]))
 
 
 # Mixtures of experts, computed densely: every token by every expert, weighted by a router. And an ensemble

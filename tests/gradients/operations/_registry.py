@@ -8,17 +8,15 @@ An operation is `(weight, x, index, **settings) -> y`:
 - `y`: as `x`, of the same batch; other dims may differ.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 Apply = Callable[..., Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """`settings` holds a strategy of JSON values for each keyword of `apply`."""
 
     family: str

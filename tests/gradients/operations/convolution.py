@@ -67,8 +67,7 @@ def separable_convolution(weight, x, index, *, width, multiplier, size, **geomet
 @operation("convolution", groups=one_of(2, 4), width=WIDTH, size=one_of(3, 1), channels_first=either)
 def batch_group_convolution(weight, x, index, *, groups, width, size, channels_first):
     kernel = weight("weight", *window(x, size), x.shape[-1], groups * width)
-    y = convolve(x, kernel, batch_groups=groups, channels_first=channels_first)
-    return jnp.concatenate([y] * groups)
+    return jnp.concatenate([convolve(x, kernel, batch_groups=groups, channels_first=channels_first)] * groups)
 
 
 @operation("convolution", members=one_of(2, 4, 3), groups=GROUPS, width=WIDTH, own=either, **GEOMETRY)

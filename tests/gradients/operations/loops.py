@@ -51,8 +51,7 @@ def power_iteration(weight, x, index):
         v = fixed.T @ (fixed @ v)
         return i + 1, v / jnp.linalg.norm(v)
 
-    start = jnp.ones(square.shape[-1])
-    v = jax.lax.while_loop(lambda carry: carry[0] < 5, step, (0, start))[1]
+    v = jax.lax.while_loop(lambda carry: carry[0] < 5, step, (0, jnp.ones(square.shape[-1])))[1]
     return x @ square / jnp.linalg.norm(square @ v)
 
 

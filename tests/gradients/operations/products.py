@@ -94,8 +94,7 @@ def contrast(weight, x, index, *, temperature):
     """Every example against every other, normalised over the batch."""
     z = x.mean(1) @ weight("weight", x.shape[-1], 8)
     z = z / jnp.sqrt((z**2).sum(-1, keepdims=True) + 1e-3)
-    logs = jax.nn.log_softmax(z @ z.T / temperature, axis=-1)
-    return x + jnp.diagonal(logs)[:, None, None]
+    return x + jnp.diagonal(jax.nn.log_softmax(z @ z.T / temperature, axis=-1))[:, None, None]
 
 
 @operation(

@@ -17,10 +17,8 @@ def fft(weight, x, index, *, axis, how):
 def filter_rfft(weight, x, index, *, axis, norm):
     """A learned filter between a transform and its inverse."""
     n = x.shape[axis]
-    shape = [1, 1, 1]
-    shape[axis] = n // 2 + 1
     filters = weight("real", n // 2 + 1) + 1j * weight("imag", n // 2 + 1)
-    y = jnp.fft.rfft(x, axis=axis, norm=norm) * filters.reshape(shape)
+    y = jnp.fft.rfft(x, axis=axis, norm=norm) * (filters if axis == 2 else filters[:, None])
     return jnp.fft.irfft(y, n, axis=axis, norm=norm)
 
 
