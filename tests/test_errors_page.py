@@ -43,7 +43,7 @@ def test_the_messages_that_the_page_quotes_are_emitted() -> None:
     for wrong in (
         "CheckpointErr: ... is damaged",  # no such class
         "the mesh has axes ('dp', 'tp')",  # a value in a hole
-        "which makes one ... is the function",  # another order
+        "which creates one ... is the function",  # another order
         "Every text in a module",  # words of no message
     ):
         assert not is_emitted(wrong)

@@ -141,7 +141,7 @@ def test_one_item_that_is_another_is_refused():
     before = list(range(NUM))
     _, place = taken(epochs_of(rx.Stream(before)), 2)[-1]
     for other in ([*before[:3], 99, *before[4:]], [*before[:3], 4, 3, *before[5:]]):
-        with pytest.raises(ValueError, match="differ from those when the run was saved"):
+        with pytest.raises(ValueError, match="differ from those read before the save"):
             taken(epochs_of(rx.Stream(other)), 1, place)
 
 

@@ -242,7 +242,7 @@ def test_the_warning_says_how_much_and_lists_the_largest():
     (message,) = warned(model, abstract_mesh(tensor=4))
     assert message.startswith("shard_rules: 2.0 of 2.0 MiB are replicated")
     lines = message.splitlines()[1:]
-    assert lines[0].startswith("  a: float32[512,8,64], 1.0 MiB on every device: no rule knows it: pass")
+    assert lines[0].startswith("  a: float32[512,8,64], 1.0 MiB on every device: no rule matches it: pass")
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["norm.weight", "norm.bias", "b"]
     for mesh in (abstract_mesh(data=4), abstract_mesh(data=2)):
         assert warned(model, mesh) == []  # nothing was asked to be split

@@ -30,7 +30,7 @@ class RunRecord:
 
     - `begin`: the step at which the run began.
     - `num_steps`: the number of steps that it has taken.
-    - `epoch`, `batch`: the number of whole epochs done, and of batches of the next epoch done.
+    - `epoch`, `batch`: the number of epochs completed, and of batches completed in the next epoch.
     - `batch_size`: the number of examples in a training batch.
     - `num_examples`: the number of examples in the first epoch; `None` for a stream.
     - `finished`: true if the run has reached its end.

@@ -38,7 +38,7 @@ class Permutation:
     keys: UInt64[np.ndarray, " num_rounds"]
 
     def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the numbers of the examples at `positions`, each below `num`. Takes microseconds for each."""
+        """Return the number of the example at each position, below `num`, in a few microseconds each."""
         numbers = self._once(positions.astype(np.uint64))
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])

@@ -73,7 +73,7 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
-    """Return the rows that these devices have in total, in ascending order, each once.
+    """Return the rows that these devices hold between them, in ascending order and without duplicates.
 
     **Arguments:**
 

@@ -126,7 +126,7 @@ class Reading(Iterator[Any]):
                 f"only {self._num_items}. It must give the same items each time that it is read."
             )
         if not is_same:
-            other = f"the first {num_items} items of epoch {epoch} differ from those when the run was saved"
+            other = f"the first {num_items} items of epoch {epoch} differ from those read before the save"
             if verify:
                 raise ValueError(
                     f"Stream: {other} (checksum {self._checksum}, but {position.checksum} was stored). It must "

@@ -71,7 +71,7 @@ def _product(
 
 
 def convolution(walk: Walk, operands: list[Value]) -> Results:
-    """A convolution. Channels are like the features of a product; splits along the window are not supported."""
+    """A convolution. Channels are treated like the features of a product. The window cannot be split."""
     lhs, rhs = operands
     params = walk.params
     numbers = params["dimension_numbers"]

@@ -188,7 +188,7 @@ class Event:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of the array that is sent, in all loops."""
+        """The number of bytes sent for this array, over all loop iterations."""
         return float(self.sent.num_bytes * self.times)
 
     def summed_with(self, *, merged: bool) -> "Event":

@@ -95,10 +95,10 @@ class ProcessGroup:
         """Flush files, and end the process. Process 0 is the last one to end."""
         self._leave_within(0.0)
         while True:
-            time.sleep(1.0)  # the watching thread ends the process
+            time.sleep(1.0)  # the watchdog thread ends the process
 
     def _leave_within(self, seconds: float) -> bool:
-        """Make the watching thread end this process within `seconds`. Return True the first time."""
+        """Make the watchdog thread end this process within `seconds`. Return True only on the first call."""
         with self._lock:
             is_new = not _is_ending()
             if is_new:

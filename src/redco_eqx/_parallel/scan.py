@@ -182,9 +182,9 @@ def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
             what = f"{path}, {describe(arrays[path])}," if path in arrays else path
             raise ValueError(
                 f"scan_layers: {what} has no layers. Pass a list of layers, or a stack, in which the leading "
-                "dim of every array is the number of layers. If it is a plain number of the model, plain "
-                "jax.jit (grad, vmap) has made an array of it: use eqx.filter_jit (filter_grad, filter_vmap), "
-                "which leaves it alone."
+                "dim of every array is the number of layers. If it is a plain number in the model, plain "
+                "jax.jit (grad, vmap) has turned it into an array: use eqx.filter_jit (filter_grad, "
+                "filter_vmap), which leaves it alone."
             )
         if size != sizes[first]:
             raise ValueError(

@@ -262,8 +262,9 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
     """The chains of the matrices in one module. A matrix that feeds no other is a chain by itself.
 
     In a list, each matrix follows the one before. If the shapes of fields allow both orders, a matrix whose
-    name says that it is last comes last. Otherwise, several siblings come first, then the matrix that widens,
-    then the one that is written first (dict keys are sorted, so their order says least).
+    name says that it is last comes last. Otherwise, groups of siblings come first, then the matrix with more
+    outputs than inputs, then the one that is defined first (dict keys are sorted, so their order is the weakest
+    evidence).
     """
     is_list = isinstance(scope.value, list | tuple)
     links = _links(scope, matrices, is_list)

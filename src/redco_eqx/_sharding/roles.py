@@ -110,7 +110,7 @@ class _Resolver:
             elif sum(size > 1 for size in leaf.shape[leaf.stack :]) <= 1:
                 self._set(leaf, "vector", "a vector or scalar")
             else:
-                unknown = "no rule knows it: pass `loss_fn` and `batch`, or split it by `overrides`"
+                unknown = "no rule matches it: pass `loss_fn` and `batch`, or split it by `overrides`"
                 self._set(leaf, "whole", unknown)
         return self.roles
 

@@ -104,7 +104,7 @@ def shard_rules(
 
     Warns with `ShardingWarning` if names do not give the order of several square matrices, so that the path
     rules used the order of the fields. It also warns, once, if more than 5% of the model is replicated for any
-    reason, or if an array over 1 MiB is replicated because no rule knows it or its dims do not divide evenly.
+    reason, or if an array over 1 MiB is replicated because no rule matches it or its dims do not divide evenly.
     The warning lists the largest arrays.
     """
     explanation = explain(

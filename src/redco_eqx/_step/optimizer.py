@@ -24,7 +24,7 @@ def check_is_optimizer(where: str, optimizer: object) -> None:
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
     what = f"optimizer must be from optax, such as optax.adam(1e-3), but is a {type(optimizer).__name__}."
     if callable(optimizer) and getattr(optax, name, None) is optimizer:
-        what = f"optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
+        what = f"optimizer is the function {name}, which creates one. Call it, as in optax.{name}(1e-3)."
     elif isinstance(optimizer, eqx.Module):
         what = f"optimizer is a {name}. The model comes first, then the optimizer."
     elif callable(optimizer):

@@ -122,7 +122,7 @@ class _Step:
 
 
 class _StoppedError(Exception):
-    """The evaluation stops because a signal came."""
+    """The evaluation stops because a signal was received."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

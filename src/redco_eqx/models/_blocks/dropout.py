@@ -19,7 +19,7 @@ def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
 
 
 def split_key(key: Key | None, num: int) -> list[Key] | list[None]:
-    """Return `num` keys, or `num` times `None`."""
+    """Return `num` keys, or `None` repeated `num` times."""
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 

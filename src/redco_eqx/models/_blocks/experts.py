@@ -68,7 +68,7 @@ def mix_experts(
     - `num_chosen`: the number of experts per token.
     - `normalise`: true if the weights of a token's experts add up to 1.
     - `activation`: applied to the gate.
-    - `sequence_parallel`: pass true if the stream is split over `tensor` along the tokens.
+    - `sequence_parallel`: pass true if the stream is split over `tensor` along the token dimension.
     """
 
     @jax.named_scope("redco_eqx.row.experts")

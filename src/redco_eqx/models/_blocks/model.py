@@ -25,7 +25,7 @@ class Options(TypedDict, total=False):
         `none`.
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default, cuDNN's on GPUs in
         half precision if there is no mask, bias or dropout, and XLA's otherwise.
-    - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along the token dimension, see
         `scan_layers`. The number of tokens must divide evenly. Do not use it with a cache.
     """
 
@@ -92,8 +92,9 @@ class Model(eqx.Module):
         self.sequence_parallel = sequence_parallel
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-        """Return abstract arguments of a call on `batch_size` rows. `load_pretrained` traces it to choose the
-        layout.
+        """Return abstract arguments for a call on `batch_size` rows.
+
+        `load_pretrained` traces this call to choose the layout.
 
         By default, these are the tokens of a model with a vocabulary. `None` leaves the layout to the path
         rules.
@@ -101,7 +102,7 @@ class Model(eqx.Module):
         return None if getattr(self.config, "vocab_size", None) is None else (self.example_tokens(batch_size),)
 
     def example_tokens(self, batch_size: int) -> jax.ShapeDtypeStruct:
-        """Return at most 128 tokens in each row, abstract."""
+        """Return an abstract array with at most 128 tokens in each row."""
         num_tokens = min(self.config.max_positions or 128, 128)
         return jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
 

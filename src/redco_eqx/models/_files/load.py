@@ -79,7 +79,7 @@ def load_pretrained(
     - `remat`: the choice of activations that the backward pass recomputes (see `scan_layers`).
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
         half precision if there is no mask, bias or dropout, and otherwise XLA's.
-    - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along the token dimension, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
     - `entries`: entries that replace those of `config.json`, such as dropout rates or `{"num_labels": 3}`.
@@ -203,7 +203,7 @@ def _check_layers(
             problems.append(f"{name}={value}, the files have at most {most} in a row")
     if problems:
         raise ValueError(
-            f"load_pretrained: config.json in {directory} does not belong to the weights beside it: "
+            f"load_pretrained: config.json in {directory} does not match the weight files beside it: "
             f"{'; '.join(problems)}. Take both from one checkpoint."
         )
 

@@ -142,7 +142,7 @@ def save_pretrained(
 
 
 def _check_family(model: Model) -> None:
-    """Raise `ValueError` for arrays that a reader of the configuration would not look for, or would miss."""
+    """Raise `ValueError` for arrays that a reader of the configuration would not expect, or would miss."""
     entries = entries_of(model)
     family, config = type(model), model.config
     made: Any = family
