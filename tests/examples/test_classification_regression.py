@@ -41,8 +41,7 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
     again, _ = digits_data.digits(str(tmp_path))
     assert [y for _, y in again] == [y for _, y in train[:640]]
     np.testing.assert_allclose(again[7][0], train[7][0], atol=1 / 255)
-    results = example.main(["--task", "digits", "--data", str(tmp_path), "--epochs", "6"])
-    scores, linear = results["digits"]
+    scores, linear = example.main(["--task", "digits", "--data", str(tmp_path), "--epochs", "6"])["digits"]
     assert 0.8 < linear < 0.95
     assert scores[-1] > linear - 0.08, "after 120 steps"
 
@@ -50,8 +49,7 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
 def test_tables_are_read_and_learnt(tmp_path):
     flags = write_tables(tmp_path)
     for task, label, least, gap in (("classification", "kind", 0.85, 0.1), ("regression", "score", 0.5, 0.15)):
-        results = example.main([*flags, "--task", task, "--label", label, "--epochs", "5"])
-        scores, linear = results[task]
+        scores, linear = example.main([*flags, "--task", task, "--label", label, "--epochs", "5"])[task]
         assert len(scores) == 5
         assert linear > least
         assert scores[-1] > linear - gap, "after 40 steps"
@@ -112,53 +110,29 @@ def test_data_that_cannot_be_used_are_named(tmp_path):
 TINY = ["--quick", "--length", "32", "--text", "first", "second"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A directory in the form of a task with pairs of sentences."""
-    directory = tmp_path_factory.mktemp("tables")
+def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
+    """A BERT; and, with its words, a RoBERTa without a classifier, whose tokenizer has no segments."""
     for split, num in (("train", 320), ("dev", 64)):
         rows = [row | {"score": float(row["score"])} for row in text_tables.rows(num, num)]
-        text_tables.write(directory / f"{split}.jsonl", rows)
-    return ["--data", str(directory)]
-
-
-@pytest.fixture(scope="module")
-def classes(data, tmp_path_factory):
-    """A run on classes: where its model is, its scores, and that of the linear model."""
-    directory = tmp_path_factory.mktemp("classes")
-    flags = [*data, "--task", "classification", "--label", "kind", "--epochs", "6"]
-    results = glue.main([*TINY, *flags, "--output", str(directory)])
-    return directory / "classification", *results["classification"]
-
-
-def test_classes_of_pairs_are_learnt(classes):
-    _, scores, linear = classes
+        text_tables.write(tmp_path / f"{split}.jsonl", rows)
+    flags = [*TINY, "--data", str(tmp_path), "--epochs", "6", "--output", str(tmp_path)]
+    scores, linear = glue.main([*flags, "--task", "classification", "--label", "kind"])["classification"]
     assert len(scores) == 6
     assert linear > 0.85
     assert scores[-1] > 0.75, "half of the texts have the more frequent class"
 
-
-@pytest.fixture(scope="module")
-def roberta(classes, tmp_path_factory):
-    """A RoBERTa without a classifier, with a tokenizer that has no segments."""
-    directory = tmp_path_factory.mktemp("roberta")
-    words = transformers.AutoTokenizer.from_pretrained(classes[0]).get_vocab()
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "classification").get_vocab()
     names = ["input_ids", "attention_mask"]
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
-    tokenizer.save_pretrained(directory)
+    tokenizer.save_pretrained(tmp_path)
     config = models.RobertaConfig(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=40, type_vocab_size=1, initializer_range=0.1,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), directory)
-    return directory
-
-
-def test_a_roberta_learns_a_number(roberta, data, tmp_path):
-    flags = [*data, "--task", "regression", "--label", "score", "--epochs", "6"]
-    rest = ["--model", str(roberta), "--rate", "2e-3", "--output", str(tmp_path)]
-    scores, linear = glue.main([*TINY, *flags, *rest])["regression"]
+    models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)
+    flags += ["--task", "regression", "--label", "score", "--model", str(tmp_path), "--rate", "2e-3"]
+    scores, linear = glue.main(flags)["regression"]
     assert linear > 0.5
     assert scores[-1] > 0.3, "0 by the mean"
     config = json.loads((tmp_path / "regression" / "config.json").read_text())
@@ -166,8 +140,9 @@ def test_a_roberta_learns_a_number(roberta, data, tmp_path):
     assert config["architectures"] == ["RobertaForSequenceClassification"]
 
 
-def test_a_model_of_another_kind_is_named(data, tmp_path):
+def test_a_model_of_another_kind_is_named(tmp_path):
     config = models.ViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2)
     (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
-    flags = [*TINY, *data, "--task", "classification", "--label", "kind", "--model", str(tmp_path)]
+    flags = ["--quick", *write_tables(tmp_path), "--task", "classification", "--label", "kind"]
+    flags += ["--model", str(tmp_path)]
     assert_ends_with_one_line(glue.main, flags, "a vit has no classifier here, only bert and roberta")

@@ -10,6 +10,8 @@ from differential_privacy import main as dp
 import redco_eqx as rx
 
 NUM = 16
+RNG, WEIGHT = np.random.default_rng(0), np.array([1.0] * (NUM - 3) + [0.0] * 3, np.float32)
+BATCH = dp.collate_fn([(RNG.random((3, 3), np.float32) * 3, int(RNG.integers(10)), w) for w in WEIGHT])
 RULE = {"clip": 0.5, "batch_size": 10}
 
 
@@ -19,28 +21,21 @@ def new_state(optimizer, **axes):
     return rx.init_state(model, optimizer, key=jax.random.key(1))
 
 
-def new_batch(seed=0):
-    random = np.random.default_rng(seed)
-    weight = np.array([1.0] * (NUM - 3) + [0.0] * 3, np.float32)
-    examples = [(random.random((3, 3), np.float32) * 3, int(random.integers(10)), w) for w in weight]
-    return dp.collate_fn(examples)
-
-
-def stepped(noise, batch, **axes):
+def stepped(noise, **axes):
     optimizer = optax.sgd(1.0)
     state = new_state(optimizer, **axes)
     before = {path: np.asarray(x) for path, x in state.params.items()}
     step = jax.jit(lambda state, batch: dp.private_step(state, batch, optimizer=optimizer, noise=noise, **RULE))
-    batch = jax.device_put(batch, rx.batch_sharding(rx.make_mesh(**axes)))
+    batch = jax.device_put(BATCH, rx.batch_sharding(rx.make_mesh(**axes)))
     after, _ = step(state, batch)
     return {path: np.asarray(x) - before[path] for path, x in after.params.items()}
 
 
 def test_each_gradient_is_clipped_by_itself_as_in_a_loop_over_examples():
-    batch, state = new_batch(), new_state(optax.sgd(1.0), data=1)
+    state = new_state(optax.sgd(1.0), data=1)
     expected = {path: np.zeros(x.shape) for path, x in state.params.items()}
     norms = []
-    for x, y, weight in zip(batch["x"], batch["y"], batch["weight"]):
+    for x, y, weight in zip(BATCH["x"], BATCH["y"], BATCH["weight"]):
 
         def loss_of(params, x=x, y=y):
             logits = state.build(params, {})(x.ravel())
@@ -51,15 +46,14 @@ def test_each_gradient_is_clipped_by_itself_as_in_a_loop_over_examples():
         scale = weight * min(1, RULE["clip"] / norms[-1]) / RULE["batch_size"]
         expected = {path: total - scale * grads[path] for path, total in expected.items()}
     assert max(norms) > RULE["clip"], "something is clipped"
-    for path, change in stepped(0.0, batch, tensor=2, fsdp=2).items():
+    for path, change in stepped(0.0, tensor=2, fsdp=2).items():
         np.testing.assert_allclose(change, expected[path], atol=1e-6)  # float32, summed in another order
 
 
 def test_noise_is_drawn_once_whatever_the_mesh_and_has_the_deviation_that_is_accounted_for():
-    batch = new_batch()
     by_mesh = []
     for axes in ({"data": 1}, {"tensor": 2}):
-        noisy, clean = stepped(3.0, batch, **axes), stepped(0.0, batch, **axes)
+        noisy, clean = stepped(3.0, **axes), stepped(0.0, **axes)
         by_mesh.append({path: noisy[path] - clean[path] for path in noisy})
     for path, noise in by_mesh[0].items():
         for other in by_mesh[1:]:
@@ -88,7 +82,6 @@ def test_samples_are_poissons():
 
 
 def test_it_learns_with_privacy_nearly_what_it_learns_without():
-    results = dp.main(["--quick", "--batch-size", "512", "--epsilon", "8"])
-    accuracies, plain = results["private"]
+    accuracies, plain = dp.main(["--quick", "--batch-size", "512", "--epsilon", "8"])["private"]
     assert accuracies[-1] > 0.6, "ten digits by chance: 0.1"
     assert plain > accuracies[-1] - 0.05

@@ -20,17 +20,6 @@ OPTIMIZER = optax.sgd(0.1)
 FUNCTIONS = {"collate_fn": fed.collate_fn, "loss_fn": fed.loss_fn, "optimizer": OPTIMIZER}
 
 
-def new_state(mesh):
-    model = rx.init_model(lambda key: fed.make_model(key, side=8), mesh, key=jax.random.key(0))
-    return rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), rx.shard_rules(model, mesh)
-
-
-def vmapped(mesh):
-    state, shardings = new_state(mesh)
-    step = functools.partial(rx.train_step, loss_fn=fed.loss_fn, optimizer=OPTIMIZER, shardings=shardings)
-    return state, jax.jit(functools.partial(fed.round_by_vmap, step=step))
-
-
 def rows_of(round, train):
     return fed.draw(fed.deal([y for _, y in train], 16, iid=False, seed=0), round, args=ARGS)
 
@@ -69,7 +58,10 @@ def layers_of(state):
 def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(double):
     train = [(x.astype(np.float64), y) for x, y in digits_data.digits()[0][:512]]
     mesh = rx.make_mesh(tensor=2, fsdp=2)
-    state, run_round = vmapped(mesh)
+    model = rx.init_model(lambda key: fed.make_model(key, side=8), mesh, key=jax.random.key(0))
+    state, shardings = rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), rx.shard_rules(model, mesh)
+    step = functools.partial(rx.train_step, loss_fn=fed.loss_fn, optimizer=OPTIMIZER, shardings=shardings)
+    run_round = jax.jit(functools.partial(fed.round_by_vmap, step=step))
     data, server, expected = fed.collate_fn(train), state, layers_of(state)
     with compilations() as compiled:
         for i in range(2):  # other clients each time

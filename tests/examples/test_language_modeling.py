@@ -114,8 +114,7 @@ def test_the_perplexity_from_the_directory_is_that_of_the_trained_model(run):
 
 
 def infer(run, *flags):
-    directory = run[0] / "code"
-    return generate.main(["--model", str(directory), "--length", "64", "--max-new-tokens", "12", *flags])
+    return generate.main(["--model", str(run[0] / "code"), "--length", "64", "--max-new-tokens", "12", *flags])
 
 
 def test_prompts_of_several_lengths_are_gone_on_with_as_each_alone(run, tmp_path):

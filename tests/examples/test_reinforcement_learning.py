@@ -68,19 +68,12 @@ def actor_critic(mesh, optimizer):
     return rx.init_state(model, optimizer, key=jax.random.key(1)), rx.shard_rules(model, mesh)
 
 
-def update_on(mesh, args):
-    """The state, and the compiled call that learns from a rollout."""
-    optimizer = optax.sgd(0.1)
-    state, shardings = actor_critic(mesh, optimizer)
-    step = functools.partial(rx.train_step, loss_fn=ppo.loss_fn, optimizer=optimizer, shardings=shardings)
-    return state, rx.jit_step(functools.partial(ppo.learn_from, step=step, args=args))
-
-
 def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, double):
     args = types.SimpleNamespace(epochs=2, batch_size=256, num_envs=NUM_ENVS)
     rollout = {name: x if name == "action" else x.astype(np.float64) for name, x in rollout.items()}
     rollout["terminated"][0] = 0  # these were cut short
-    state, _ = actor_critic(rx.make_mesh(data=1), optax.sgd(0.1))
+    optimizer = optax.sgd(0.1)
+    state, _ = actor_critic(rx.make_mesh(data=1), optimizer)
     model = state.model
     log_probs, values = jax.vmap(jax.vmap(model))(jnp.asarray(rollout["observation"]))
     old = jnp.take_along_axis(log_probs[:, :-1], rollout["action"][..., None], axis=2)[..., 0]
@@ -103,8 +96,7 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
         error = (jax.vmap(model.critic)(jnp.asarray(observation)) - target[i, t]) ** 2 / 2
         return jnp.sum(jnp.where(acted > 0, error - worse, 0)) / jnp.sum(acted)
 
-    keys = jax.random.split(jax.random.fold_in(state.key, 0), 2)
-    for key in keys:
+    for key in jax.random.split(jax.random.fold_in(state.key, 0), 2):
         order = np.asarray(jax.random.permutation(key, NUM_TIMES)).reshape(-1, 32)
         for times in order:
             rows = [(i, t) for i in range(NUM_ENVS) for t in times]
@@ -112,7 +104,9 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
             model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
     expected = rx.to_arrays(model)
     for mesh in (rx.make_mesh(data=1), rx.make_mesh(tensor=2, fsdp=2)):
-        state, update = update_on(mesh, args)
+        state, shardings = actor_critic(mesh, optimizer)
+        step = functools.partial(rx.train_step, loss_fn=ppo.loss_fn, optimizer=optimizer, shardings=shardings)
+        update = rx.jit_step(functools.partial(ppo.learn_from, step=step, args=args))
         state, metrics = update(state, jax.device_put(rollout, rx.batch_sharding(mesh)))
         assert metrics["loss"].value.shape == (8,)
         for path, x in state.params.items():
@@ -197,5 +191,4 @@ def test_what_was_learnt_is_saved(tmp_path):
     (curve,), random = ddpg.main(["--steps", "1200", "--seeds", "1", "--output", str(tmp_path)])["Pendulum-v1"]
     assert -2000 < random < -900
     assert list(curve) == list(range(1008, 1201, 8))
-    saved = rx.list_checkpoints(tmp_path / "Pendulum-v1-0")
-    assert [checkpoint.step for checkpoint in saved] == [25 * 4]
+    assert [checkpoint.step for checkpoint in rx.list_checkpoints(tmp_path / "Pendulum-v1-0")] == [25 * 4]
