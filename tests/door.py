@@ -70,8 +70,21 @@ def metric(**changed: Any) -> Any:
     return rx.Evaluation(EXAMPLES, predict_fn=predict_fn, **changed)
 
 
-def returning(output: Any) -> Any:
-    return lambda model, batch, key: output(loss_fn(model, batch, key))
+def returning(output: Any, call: Any = fit) -> Any:
+    """Trains by a loss that returns something else."""
+    return call(loss_fn=lambda model, batch, key: output(loss_fn(model, batch, key)))
+
+
+def batches(examples: Any = EXAMPLES, collate_fn: Any = collate) -> Any:
+    return rx.batches(examples, collate_fn, batch_size=4, mesh=MESH)
+
+
+def explain(overrides: Any, mesh: Any = MESH) -> Any:
+    return rx.explain(MODEL, mesh, overrides=overrides)
+
+
+def generate(inputs: Any) -> Any:
+    return models.generate(LM, inputs, max_new_tokens=2)
 
 
 def call_stacked() -> None:
@@ -108,6 +121,9 @@ class Table:
 COLUMNS = np.zeros((16, 2), np.float32), np.zeros(16, np.float32)
 SCHEDULE, SGD = optax.cosine_decay_schedule(1e-3, 100), optax.sgd(1.0)
 OF_SGD = rx.init_state(MODEL, SGD, key=KEY)
+OF_A_PAIR = rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)
+EXPLICIT, RENAMED = jax.make_mesh((8,), ("data",)), jax.make_mesh((2, 4), ("dp", "tp"))
+JITTED_GRADIENT = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
 GRADIENT, PAIR = "gradient of the loss itself", '(loss, metrics) ... (loss, {"accuracy": x})'
 HOLDER = tempfile.TemporaryDirectory()
 PLACE = pathlib.Path(HOLDER.name) / "door"
@@ -181,40 +197,26 @@ CONFUSED: list[tuple[Any, str]] = [
         "num_examples must be ... whole number ... a list ... Pass its len()",
     ),
     # Layouts
-    *(
-        (partial(rx.explain, MODEL, MESH, overrides=overrides), f"overrides ... {words}")
-        for overrides, words in (
-            ({"*": jax.P()}, "[(pattern, PartitionSpec), ...] ... list(overrides.items())"),
-            (("*", jax.P()), "[(pattern, PartitionSpec), ...]"),
-            ([("*", ("tensor",))], "('tensor',) ... PartitionSpec(\"tensor\")"),
-        )
+    (
+        lambda: explain({"*": jax.P()}),
+        "overrides ... [(pattern, PartitionSpec), ...] ... list(overrides.items())",
     ),
+    (lambda: explain(("*", jax.P())), "overrides ... [(pattern, PartitionSpec), ...]"),
+    (lambda: explain([("*", ("tensor",))]), "overrides ... ('tensor',) ... PartitionSpec(\"tensor\")"),
     # Functions
     (lambda: fit(loss_fn=None), "fit: loss_fn ... (model, batch, key) ... None"),
     (lambda: fit(loss_fn=lambda model, batch: 0.0), "loss_fn(model, batch, key) ... takes (model, batch)"),
     (lambda: fit(collate_fn=None), "fit: collate_fn ... collate_fn(examples) ... None"),
     (lambda: fit(collate_fn=lambda a, b: a), "collate_fn(examples) ... (a, b)"),
-    (
-        lambda: rx.batches(EXAMPLES, None, batch_size=4, mesh=MESH),
-        "batches: collate_fn ... collate_fn(examples) ... None",
-    ),
-    (lambda: step(loss_fn=returning(lambda x: None)), "the loss ... None ... return"),
-    (lambda: fit(loss_fn=returning(lambda x: [x, x])), "the loss ... list ... scalar"),
-    (
-        lambda: fit(loss_fn=returning(lambda x: (x, {"a": {"b": x}}))),
-        "the metric 'a' ... dict ... {\"group/name\": value}",
-    ),
-    (lambda: fit(loss_fn=returning(lambda x: (x, {"a": "high"}))), "the metric 'a' ... 'high' ... scalar"),
+    (lambda: batches(collate_fn=None), "batches: collate_fn ... collate_fn(examples) ... None"),
+    (lambda: returning(lambda x: None, step), "the loss ... None ... return"),
+    (lambda: returning(lambda x: [x, x]), "the loss ... list ... scalar"),
+    (lambda: returning(lambda x: (x, {"a": {"b": x}})), "the metric 'a' ... dict ... {\"group/name\": value}"),
+    (lambda: returning(lambda x: (x, {"a": "high"})), "the metric 'a' ... 'high' ... scalar"),
     (lambda: fit(loss_fn=jax.value_and_grad(loss_fn)), f"fit: loss_fn ... {GRADIENT} ... jax.value_and_grad"),
-    (
-        lambda: step(loss_fn=eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))),
-        f"train_step: loss_fn ... {GRADIENT}",
-    ),
+    (lambda: step(loss_fn=JITTED_GRADIENT), f"train_step: loss_fn ... {GRADIENT}"),
     (lambda: step(loss_fn=pair_loss), "a MLP alone ... init_state((model, model_state), ...)"),
-    (
-        lambda: step(rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)),
-        "the pair (model, eqx.nn.State)",
-    ),
+    (lambda: step(OF_A_PAIR), "the pair (model, eqx.nn.State)"),
     (lambda: predict(predict_fn=lambda m, b: b), "predict_fn ... (m, b)"),
     (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
     (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
@@ -231,7 +233,7 @@ CONFUSED: list[tuple[Any, str]] = [
             ("evaluate: examples", partial(evaluate, STATE)),
             ("predict: examples", partial(predict, STATE)),
             ("Evaluation: examples", rx.Evaluation),
-            ("batches: examples", lambda x: rx.batches(x, collate, batch_size=4, mesh=MESH)),
+            ("batches: examples", batches),
         )
         for examples, words in (
             (dict(zip("xy", COLUMNS)), "a dict ... zip(*examples.values()) ... 'x', 'y'"),
@@ -250,15 +252,10 @@ CONFUSED: list[tuple[Any, str]] = [
             ({"x": [[1.0, 2.0]]}, "batch.x.0.0 is a float"),
         )
     ),
-    *(
-        (partial(models.generate, LM, inputs, max_new_tokens=2), f"inputs ... {words}")
-        for inputs, words in (
-            ("hello", "a str ... tokenizer("),
-            (["hello", "you"], "a list ... tokenizer("),
-            ([[1, 2], [3, 4]], "a list ... np.array(ids)"),
-            ([[1, 2], [3]], "a list ... padding"),
-        )
-    ),
+    (lambda: generate("hello"), "inputs ... a str ... tokenizer("),
+    (lambda: generate(["hello", "you"]), "inputs ... a list ... tokenizer("),
+    (lambda: generate([[1, 2], [3, 4]]), "inputs ... a list ... np.array(ids)"),
+    (lambda: generate([[1, 2], [3]]), "inputs ... a list ... padding"),
     (
         lambda: models.beam_search(LM, [[1]], max_new_tokens=2, num_beams=2),
         "beam_search: inputs ... np.array(ids)",
@@ -281,18 +278,12 @@ WRONG: list[tuple[Any, str]] = [
         lambda: rx.Checkpoints(PLACE / "new", keep_best={"loss": "least"}),
         "keep_best={'loss': 'least'} ... \"min\" or the \"max\"",
     ),
+    (lambda: explain((), EXPLICIT), "('data',) ... AxisType.Auto ... make_mesh(mesh=mesh)"),
+    (lambda: explain((), RENAMED), "('dp', 'tp') ... make_mesh(mesh=mesh, names=(\"data\", \"tensor\"))"),
+    (lambda: returning(lambda x: {"loss": x}), f"loss_fn must return ... a dict ... {PAIR}"),
+    (lambda: returning(lambda x: (x, x), step), f"metrics a dict ... float32[] ... {PAIR}"),
     (
-        lambda: rx.explain(MODEL, jax.make_mesh((8,), ("data",))),
-        "('data',) ... AxisType.Auto ... make_mesh(mesh=mesh)",
-    ),
-    (
-        lambda: rx.explain(MODEL, jax.make_mesh((2, 4), ("dp", "tp"))),
-        "('dp', 'tp') ... make_mesh(mesh=mesh, names=(\"data\", \"tensor\"))",
-    ),
-    (lambda: fit(loss_fn=returning(lambda x: {"loss": x})), f"loss_fn must return ... a dict ... {PAIR}"),
-    (lambda: step(loss_fn=returning(lambda x: (x, x))), f"metrics a dict ... float32[] ... {PAIR}"),
-    (
-        lambda: step(loss_fn=returning(lambda x: (x, {}, x))),
+        lambda: returning(lambda x: (x, {}, x), step),
         "a tuple of 3 ... init_state was given the pair (model, eqx.nn.State)",
     ),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import redco_eqx as rx
 from redco_eqx._step.state import ORDER
@@ -61,6 +62,19 @@ def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def fail(*_: Any) -> Any:
     raise LookupError("mine")
+
+
+def raised(exception: Any, call: Any, *arguments: Any, match: str | None = None, **options: Any) -> Any:
+    """The error that a call must raise."""
+    with pytest.raises(exception, match=match) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+def assert_refused(call: Any, cases: Any) -> None:
+    """For each `(argument, message)`, the call with the argument is a `ValueError` with the message."""
+    for argument, message in cases:
+        raised(ValueError, call, argument, match=message)
 
 
 class Collate:

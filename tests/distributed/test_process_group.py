@@ -1,8 +1,8 @@
 """Processes that agree, and end together: what can be seen on one host. `nox -s hosts` does it on several."""
 
 import json
+import pathlib
 import re
-import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -74,65 +74,7 @@ def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
         assert max(saved) == late - program.SAVE_EVERY
 
 
-SCRIPT = """
-import io, os, pathlib, signal, time
-import jax
-import redco_eqx as rx
-from redco_eqx._distributed.consensus import Vote, from_all, from_first, together
-
-class Slow(io.RawIOBase):
-    def flush(self):
-        time.sleep(0.8)
-
-def close_stderr():
-    _, pipe = os.pipe()
-    os.set_blocking(pipe, False)
-    try:
-        while os.write(pipe, bytes(4096)):
-            pass
-    except BlockingIOError:
-        os.set_blocking(pipe, True)
-    os.dup2(pipe, 2)
-
-rx.initialize_distributed(leave_seconds=1.0)
-me, number = jax.process_index(), jax.process_count()
-
-def fail(*processes):
-    if me in processes:
-        raise OSError(f"no disk on {me}")
-    return me
-
-def error(act):
-    try:
-        return act()
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"
-
-assert from_all({"of": "ä" * me}) == [{"of": "ä" * process} for process in range(number)]
-assert from_first(lambda: [me, "x", None]) == [0, "x", None]
-assert error(lambda: from_first(lambda: fail(1))) == 0
-said = error(lambda: from_first(lambda: fail(0)))
-assert said == ("" if me == 0 else "RuntimeError: on process 0: ") + "OSError: no disk on 0", said
-said = error(lambda: from_first(lambda: {1, 2}))  # no JSON
-assert "not JSON serializable" in said, said
-assert together(fail, OSError) == me
-said = error(lambda: together(lambda: fail(1, 2), OSError))
-expected = f"no disk on {me}" if me in (1, 2) else "on process 1: OSError: no disk on 1"
-assert said == f"OSError: {expected}", said
-vote = Vote(rx.make_mesh())
-answers = [vote(step * (me == 1), me) for step in range(1, 6)]
-assert answers == [None, None, *((step, number - 1) for step in (1, 2, 3))], answers
-
-file = open(pathlib.Path(os.environ["OUT"]) / f"{me}.txt", "w")
-file.write("not flushed")
-if me == 2:
-    slow = Slow()
-if me == 3:
-    close_stderr()
-if me == int(os.environ["FAILING"]):
-    exec(os.environ["FAULT"])
-time.sleep(60)
-"""
+PROGRAM = pathlib.Path(__file__).with_name("_agreeing.py")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +87,10 @@ time.sleep(60)
 )
 def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(tmp_path, fault, odd, number, code, message):
     """Process 0 last: JAX aborts (-6) those that are still there when the one with its service is gone."""
-    address, ids = f"127.0.0.1:{harness.free_port()}", range(number)
-    more = {"num_devices": 1, "OUT": tmp_path, "FAULT": fault, "FAILING": odd}
-    environments = [harness.environment(**harness.joined(i, number, address), **more) for i in ids]
-    processes = harness.start([[sys.executable, "-c", SCRIPT]] * number, environments, tmp_path)
+    options: Any = {"program": PROGRAM, "num_processes": number, "num_devices": 1}
+    processes = harness.start_loopback(tmp_path, odd, fault, **options)
     codes, _ = processes.leave(60)
-    assert codes == [code if process == odd else 1 for process in ids], processes.text()
+    assert codes == [code if process == odd else 1 for process in range(number)], processes.text()
     for process in {0, 1, 2} - {odd}:  # nobody reads what 3 writes
         assert re.search(rf"process {odd} \(host .*\) {message}", processes.text(process)), process
     for process in {0, 1, 2} - ({odd} if code < 0 else set()):
@@ -352,25 +292,21 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
 
     def everywhere(*facts):
         def one(process):
-            try:
-                entries = processes[process]
-                entries.add("fit", facts[process])
-                while not entries.compare():
-                    time.sleep(0.01)
-            except ValueError as error:
-                return str(error)
+            processes[process].add("fit", facts[process])
+            while not processes[process].compare():
+                time.sleep(0.01)
 
         with ThreadPoolExecutor(NUM_PROCESSES) as threads:
-            return list(threads.map(one, range(NUM_PROCESSES)))
+            return list(threads.map(lambda i: errors([lambda: one(i)]), range(NUM_PROCESSES)))
 
     for _ in range(3):
-        assert everywhere(equal, equal, equal) == [None] * 3
+        assert everywhere(equal, equal, equal) == [[]] * 3
     for odd in range(NUM_PROCESSES):
         facts = [equal] * NUM_PROCESSES
         facts[odd] = {"batch_size": "8", "the order": "[0, 1]", "loss_fn": "b"}
         found = everywhere(*facts)
         for process in {0, odd}:
-            message = found[process] or "nothing"
+            (message,) = found[process]
             assert message.startswith("fit: the order is ")
             assert "[0, 1] on process" in message
             assert "[1, 0] on process" in message

@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import time
 
-from network import ADDRESSES, TwoHosts
+from network import ADDRESSES, TwoHosts, lacking
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
 
@@ -46,10 +45,7 @@ PartitionName=main Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP OverSubscri
 
 def missing():
     """Return the missing requirements, as a sentence; empty if there are none."""
-    tools = [tool for tool in ("slurmctld", "slurmd", "srun", "munged") if shutil.which(tool) is None]
-    if not tools:
-        return ""
-    return f"{', '.join(tools)} not found (apt-get install --no-install-recommends {PACKAGES})"
+    return lacking(("slurmctld", "slurmd", "srun", "munged"), f"--no-install-recommends {PACKAGES}")
 
 
 class Cluster:
@@ -104,15 +100,11 @@ class Cluster:
                 except ProcessLookupError:
                     break
 
-    def command(self, *command):
-        """`srun` or another of SLURM's commands, from the first node."""
-        return self._hosts.command(0, *command)
-
-    def run(self, *command, env=None, timeout=300):
-        """Runs it to its end."""
+    def run(self, *command, env=None):
+        """Runs `srun` or another of SLURM's commands, from the first node, to its end."""
         environment = {**(env or os.environ), **self.environment}
-        options = {"capture_output": True, "text": True, "timeout": timeout, "check": False}
-        return subprocess.run(self.command(*command), env=environment, **options)
+        options = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+        return subprocess.run(self._hosts.command(0, *command), env=environment, **options)
 
     def _run(self, command):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -80,14 +79,10 @@ class Processes:
                     took[i] = time.monotonic() - self.since
                     waiting.remove(i)
             time.sleep(0.02)
-        self.kill()
+        for worker in self.workers:
+            worker.kill()  # those that have ended are left alone
         codes = [worker.wait() for worker in self.workers]
         return [None if i in waiting else codes[i] for i in range(len(codes))], took
-
-    def kill(self):
-        for worker in self.workers:
-            if worker.poll() is None:
-                worker.send_signal(signal.SIGKILL)
 
     def text(self, process=None):
         logs = self.logs if process is None else [self.logs[process]]
@@ -96,21 +91,19 @@ class Processes:
 
 def start(commands, environments, out):
     """Starts one process for each command."""
-    workers, logs = [], []
-    for i, (command, env) in enumerate(zip(commands, environments)):
-        log = out / f"{i}.log"
-        logs.append(log)
+    workers, logs = [], [out / f"{i}.log" for i in range(len(commands))]
+    for command, env, log in zip(commands, environments, logs):
         with log.open("w") as file:
             workers.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
     return Processes(workers, logs)
 
 
-def start_loopback(out, *arguments, program=PROGRAM, num_devices=4, **more):
-    """A program as two processes of this host."""
-    address = f"127.0.0.1:{free_port()}"
+def start_loopback(out, *arguments, program=PROGRAM, num_processes=2, num_devices=4, **more):
+    """A program as two processes of this host, or more."""
+    address, more = f"127.0.0.1:{free_port()}", {"num_devices": num_devices, **more}
     command = [sys.executable, str(program), str(out), *map(str, arguments)]
-    environments = [environment(num_devices=num_devices, **joined(i, 2, address), **more) for i in range(2)]
-    return start([command] * 2, environments, out)
+    environments = [environment(**joined(i, num_processes, address), **more) for i in range(num_processes)]
+    return start([command] * num_processes, environments, out)
 
 
 def one_process(out, *arguments):

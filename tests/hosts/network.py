@@ -12,10 +12,12 @@ def missing():
     """Return the missing requirements, as a sentence; empty if there are none."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tools = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
-    if tools:
-        return f"{', '.join(tools)} not found (apt-get install iproute2 util-linux)"
-    return ""
+    return lacking(("ip", "unshare", "mount"), "iproute2 util-linux")
+
+
+def lacking(tools, packages):
+    absent = [tool for tool in tools if shutil.which(tool) is None]
+    return f"{', '.join(absent)} not found (apt-get install {packages})" if absent else ""
 
 
 class TwoHosts:

@@ -145,7 +145,7 @@ def slurm(session):
         version = slurm.run("srun", "--version").stdout.strip()
         for options in (["-N2", "-n2"], ["-N1", "-n2"]):
             out = session.directory()
-            command = slurm.command("srun", *options, sys.executable, harness.PROGRAM, out, "equal", *SOME)
+            command = hosts.command(0, "srun", *options, sys.executable, harness.PROGRAM, out, "equal", *SOME)
             env = {**harness.environment(num_devices=4), **slurm.environment}
             processes = harness.start([command], [env], out)
             session.check_equal("slurm", f"srun {' '.join(options)} ({version})", processes, out, SOME)

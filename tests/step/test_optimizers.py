@@ -14,22 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import compilations, fit, make_examples, paired, scalar_loss
+from fit_helpers import assert_refused, compilations, fit, make_examples, paired, scalar_loss
 from helpers import KEY, by_path, compiled_step, cross_entropy, in_long, mlp_batch, squared_error, token_batch
 from optax import contrib
 
 import redco_eqx as rx
 from redco_eqx._step.optimizer import like_params
 
-
-def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim == 2, params)
-
-
-def sharpness_aware() -> Any:
-    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-    return optax.contrib.sam(optax.sgd(1e-2), ascent, opaque_mode=True)
-
+matrices = partial(jax.tree.map, lambda x: x.ndim == 2)
 
 # One for each form that a state has, and for each argument that an update takes.
 OPTIMIZERS: dict[str, Any] = {
@@ -46,7 +38,9 @@ OPTIMIZERS: dict[str, Any] = {
     "lbfgs": lambda: optax.lbfgs(
         memory_size=2, linesearch=optax.scale_by_backtracking_linesearch(5, store_grad=True)
     ),
-    "opaque sam": sharpness_aware,
+    "opaque sam": lambda: contrib.sam(
+        optax.sgd(1e-2), optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    ),
 }
 # Of which the state alone is looked at.
 MORE: dict[str, Any] = {
@@ -149,18 +143,17 @@ def test_shardings_of_another_model_are_refused():
     shapes = (eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY) for sizes in ((31, 2), (128, 1)))
     deeper, wider = (rx.shard_rules(shape, mesh) for shape in shapes)
     state = rx.init_state(model, optax.sgd(1.0), key=KEY)
+    cases = (
+        (other, r"shardings has no NamedSharding for layers\.0\.weight"),
+        (deeper, r"shardings has layers\.2\.weight, layers\.2\.bias, but the state has no such array"),
+        (wider, r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 does not divide into 2 parts"),
+    )
     for step in (
         partial(rx.train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error),
         partial(rx.eval_step, loss_fn=squared_error),
         partial(rx.predict_step, predict_fn=lambda model, batch, key: batch),
     ):
-        for layout, message in (
-            (other, r"shardings has no NamedSharding for layers\.0\.weight"),
-            (deeper, r"shardings has layers\.2\.weight, layers\.2\.bias, but the state has no such array"),
-            (wider, r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 does not divide into 2 parts"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                step(state, mlp_batch(0), shardings=layout)
+        assert_refused(lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases)
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():
@@ -229,10 +222,7 @@ def after(transform: Any) -> Any:
     return optax.chain(sgd(), transform)
 
 
-def by_muon(params: Any) -> Any:
-    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
-
-
+by_muon = partial(jax.tree.map, lambda _: contrib.MuonDimensionNumbers())
 WEIGHT_ALONE = {"weight": True, "bias": False}
 LABELS = {"weight": "a", "bias": "b"}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import compilations, host
+from fit_helpers import compilations, host, raised
 from helpers import KEY, mlp_batch, squared_error
 
 import redco_eqx as rx
@@ -194,9 +194,8 @@ def test_steps_under_a_jit_of_ones_own_say_what_to_do():
     for mesh, outer in contexts().values():
         state, step = begin(mesh), jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
         with jax.set_mesh(outer), compilations() as compiled:
-            with pytest.raises(ValueError, match="Call jit_step in place"):
-                step(state, BATCH)
-            assert not compiled
+            raised(ValueError, step, state, BATCH, match="Call jit_step in place")
+        assert not compiled
 
 
 def test_a_loss_may_name_the_axes_of_the_mesh_that_is_set():
@@ -242,21 +241,18 @@ def test_inside_a_shard_map_nothing_changes():
 OPTIMIZER = optax.sgd(0.1)
 
 
-def outputs_of(model: Any, batch: Any, key: Any) -> Any:
-    return jax.vmap(model)(batch["x"])
-
-
 @functools.cache
 def subject(name: str) -> Any:
     """A mesh, a state on it, and steps, with a layout or without."""
     mesh = helpers.mesh_of(name)
     model, shardings = helpers.place(helpers.make_mlp(), mesh)
     train = partial(rx.train_step, optimizer=OPTIMIZER, loss_fn=squared_error)
+    predict = partial(rx.predict_step, predict_fn=lambda model, batch, key: jax.vmap(model)(batch["x"]))
     steps = {
         "train_step": partial(train, shardings=shardings),
         "of microbatches": partial(train, num_microbatches=2),
         "eval_step": partial(rx.eval_step, loss_fn=squared_error),
-        "predict_step": partial(rx.predict_step, predict_fn=outputs_of, shardings=shardings),
+        "predict_step": partial(predict, shardings=shardings),
     }
     return mesh, rx.init_state(model, OPTIMIZER, key=KEY), steps
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit
+from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit, raised
 
 import redco_eqx as rx
 from redco_eqx._checkpoint.runs import RunRecord
@@ -39,10 +39,9 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
             interrupt()
 
     evaluation = rx.Evaluation(EXAMPLES[:4], every_steps=6)  # which is not made
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        fit(num_epochs=9, log_every=1, loggers=[logger], evaluation=evaluation)
+    arguments: Any = {"num_epochs": 9, "log_every": 1, "loggers": [logger], "evaluation": evaluation}
+    error = raised(rx.errors.TrainingInterrupted, fit, **arguments)
     # The row of step 2 is there when step 6 is on its way, whose boundary is the next one.
-    error = caught.value
     assert isinstance(error, KeyboardInterrupt)
     assert int(error.state.step) == error.step == 6
     assert [step for step, _ in rows.rows] == list(range(1, 7))  # no row is lost
@@ -50,6 +49,7 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
     assert_same(error.state, expected)
     copy = pickle.loads(pickle.dumps(error))  # as it goes from one process to another
     assert (type(copy), str(copy), copy.signal) == (type(error), str(error), signal.SIGINT)
+    assert copy.history == error.history
     assert_same(copy.state, expected)
     assert_same(fit(error.state, num_steps=3), tiny.state_after(3, expected))  # and it can be used
 
@@ -71,22 +71,19 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
         return {}
 
     evaluation = rx.Evaluation(EXAMPLES, predict_fn=tiny.predict_fn, metric_fn=metric_fn)
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        counted(num_steps=2, evaluation=evaluation)
-    assert_counted(caught.value.state, 2)
+    error = raised(rx.errors.TrainingInterrupted, counted, num_steps=2, evaluation=evaluation)
+    assert_counted(error.state, 2)
 
 
 def test_a_second_interrupt_leaves_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught:
-        counted(collate_fn=Collate(3, lambda: (interrupt(), interrupt())))
-    assert type(caught.value) is KeyboardInterrupt
+    error = raised(KeyboardInterrupt, counted, collate_fn=Collate(3, lambda: (interrupt(), interrupt())))
+    assert type(error) is KeyboardInterrupt
 
 
 def test_an_interrupt_while_the_last_good_state_waits() -> None:
     examples, step = tiny.spoiled(np.nan)
-    with pytest.raises(rx.errors.NonFiniteError) as caught:
-        fit(None, examples, collate_fn=Collate(step + 2, signal.SIGINT), num_steps=99, prefetch=0)
-    assert caught.value.step == step
+    arguments: Any = {"collate_fn": Collate(step + 2, signal.SIGINT), "num_steps": 99, "prefetch": 0}
+    assert raised(rx.errors.NonFiniteError, fit, None, examples, **arguments).step == step
 
 
 def test_the_programs_own_handler_stays() -> None:
@@ -161,12 +158,16 @@ def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(loss: Any, value
     for evaluation in (None, rx.Evaluation(EXAMPLES[:4], every_steps=step + 1)):
         rows = Rows()
         arguments: Any = {"num_epochs": 2, "loss_fn": loss, "evaluation": evaluation, "loggers": [rows]}
-        with pytest.raises(rx.errors.NonFiniteError, match=f"not finite at step {step} ") as caught:
-            fit(None, examples, log_every=log_every, **arguments)
-        assert caught.value.step == step
-        assert_same(caught.value.state, tiny.state_after(step, examples=examples, loss_fn=loss))
+        arguments |= {"log_every": log_every, "match": f"not finite at step {step} "}
+        error = raised(rx.errors.NonFiniteError, fit, None, examples, **arguments)
+        assert error.step == step
+        assert_same(error.state, tiny.state_after(step, examples=examples, loss_fn=loss))
         assert all(math.isfinite(x) for _, row in rows.rows for x in row.values())
-        assert [at for at, _ in rows.rows] == (list(range(1, step + 1)) if log_every == 1 else [])
+        steps = list(range(1, step + 1)) if log_every == 1 else []
+        assert [at for at, _ in rows.rows] == [row["step"] for row in error.history.rows] == steps
+        again = pickle.loads(pickle.dumps(error))  # as it goes from one process to another
+        assert (str(again), again.step, again.history) == (str(error), step, error.history)
+        assert_same(again.state, error.state)
 
 
 @pytest.mark.parametrize(("loss", "value"), [(tiny.loss_fn, np.nan), (infinite_gradient, 0)])
@@ -202,40 +203,38 @@ def poisoned_loss(model: Any, batch: Any, key: Any) -> Any:
 def test_a_nan_raises_from_its_line_with_the_last_good_state() -> None:
     poisoned = [{**example, "flag": np.float32(-1.0 if i == 3 else 1.0)} for i, example in enumerate(WIDE)]
     run = functools.partial(fit, tiny.mlp_state(), poisoned, loss_fn=poisoned_loss, num_epochs=1, donate=False)
-    with pytest.raises(rx.errors.NonFiniteError, match=r"jax_debug_nans") as plain:
-        run()
-    with jax.debug_nans(True), pytest.raises(rx.errors.NonFiniteError, match=r"nan.* encountered") as caught:
-        run()
-    cause = caught.value.__cause__
-    assert isinstance(cause, FloatingPointError)
-    assert "risky_part" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
-    assert_same(caught.value.state, plain.value.state)
+    plain = raised(rx.errors.NonFiniteError, run, match=r"jax_debug_nans")
+    with jax.debug_nans(True):
+        error = raised(rx.errors.NonFiniteError, run, match=r"nan.* encountered")
+    assert isinstance(error.__cause__, FloatingPointError)
+    assert "risky_part" in [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)]
+    assert_same(error.state, plain.state)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])  # found at the row of the log, and in the next step
 def test_an_update_that_is_not_finite_names_the_parameters(num_steps: int) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 0, jnp.nan, 0.05))
-    message = r"before step 1 .*layers\.0\.bias.*checkpoint"
-    with pytest.raises(rx.errors.NonFiniteError, match=message) as caught:
-        fit(tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps)
-    assert int(caught.value.state.step) == caught.value.step == 1
+    run = functools.partial(fit, tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps)
+    error = raised(rx.errors.NonFiniteError, run, match=r"before step 1 .*layers\.0\.bias.*checkpoint")
+    assert int(error.state.step) == error.step == 1
 
 
 def test_a_nan_in_the_batch_is_named() -> None:
-    name, examples = "x", [dict(example) for example in WIDE]
-    examples[3][name] = np.full_like(examples[3][name], np.nan)
-    with pytest.raises(rx.errors.NonFiniteError, match=rf"step 0 .*the batch's {name} has NaN in row 3"):
+    examples = [dict(example) for example in WIDE]
+    examples[3]["x"] = np.full_like(examples[3]["x"], np.nan)
+    with pytest.raises(rx.errors.NonFiniteError, match=r"step 0 .*the batch's x has NaN in row 3"):
         fit(tiny.mlp_state(), rx.Data(examples, shuffle=False), loss_fn=tiny.loss_fn, num_steps=1)
 
 
 def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_without() -> None:
     state = tiny.mlp_state(SGD, rx.make_mesh(data=1))
     flagged = [{**example, "flag": np.float32(0)} for example in WIDE]
-    with jax.debug_infs(True), pytest.raises((FloatingPointError, rx.errors.NonFiniteError)) as caught:
-        fit(state, flagged, loss_fn=infinite_gradient, num_steps=2, donate=False)
-    assert "inf" in str(caught.value) or "layers.0.bias" in str(caught.value)
+    kinds, run = (FloatingPointError, rx.errors.NonFiniteError), functools.partial(fit, state, donate=False)
+    with jax.debug_infs(True):
+        said = str(raised(kinds, run, flagged, loss_fn=infinite_gradient, num_steps=2))
+    assert "inf" in said or "layers.0.bias" in said
     with jax.debug_nans(True):
-        found = fit(state, WIDE, num_steps=3, donate=False)
+        found = run(WIDE, num_steps=3)
     assert_same(found, fit(state, WIDE, num_steps=3))
 
 
@@ -263,10 +262,8 @@ def test_an_index_outside_is_named(loss: Any, name: str, value: int) -> None:
     state = rx.init_state(model, SGD, key=jax.random.key(1))
     # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
     line = r"test_ended_early.py:\d+ \(" if loss is by_optax and name == "ids" else ""
-    expected = (
-        rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
-    )
+    where = rf"{name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
+    run = functools.partial(fit, state, loss_fn=loss, num_steps=10, batch_size=8, donate=False)
     for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
-        with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:
-            fit(state, given, loss_fn=loss, num_steps=10, batch_size=8, donate=False)
-        assert int(caught.value.state.step) == caught.value.step == 2
+        error = raised(rx.errors.NonFiniteError, run, given, match=f"at step 2 .*: the batch's {where}")
+        assert int(error.state.step) == error.step == 2

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, Rows, assert_same, compilations, counted, fit
+from fit_helpers import EXAMPLES, Rows, assert_same, compilations, counted, fit, raised
 from helpers import assert_close, assert_same_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +67,9 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return {"id": batch["id"], "pair": (values_of(model, batch), jnp.stack([batch["weight"]] * 3, 1))}
 
 
+OF_VALUES: Any = {"collate_fn": collate, "loss_fn": loss_fn, "predict_fn": predict_fn, "batch_size": 8}
+
+
 @st.composite
 def cases(draw: Any) -> tuple[str, int, int]:
     mesh = draw(st.sampled_from(sorted(tiny.MESHES)))
@@ -105,9 +108,6 @@ def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
 
 
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
-    def noise_fn(model: Any, batch: Any, key: Any) -> jax.Array:
-        return jnp.full(batch["id"].shape, jax.random.normal(key))
-
     def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
         """The noise of the first two batches, apart."""
         noise, first = jax.random.normal(key), batch["id"][0]
@@ -115,7 +115,8 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
         return jnp.zeros(()), of
 
     def drawn() -> list[float]:
-        found, rows = evaluated(range(8), noisy_loss, 4), predicted(range(8), noise_fn, 4)
+        found = evaluated(range(8), noisy_loss, 4)
+        rows = predicted(range(8), lambda m, b, key: jnp.full(b["id"].shape, jax.random.normal(key)), 4)
         return [found["batch0"], found["batch1"], float(rows[0]), float(rows[4])]
 
     assert drawn() == drawn()
@@ -136,9 +137,7 @@ def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> No
         return {"sum": sum(float(p["pair"][0]) * float(WEIGHTS[e]) for e, p in pairs)}
 
     source = rx.Stream(lambda epoch: iter({0: range(22)}[epoch]))  # read from the first epoch each time
-    functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn}
-    common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
-    evaluation = rx.Evaluation(source, **functions, **common)
+    evaluation = rx.Evaluation(source, metric_fn=metric_fn, predictions_directory=tmp_path, **OF_VALUES)
     state = STATES["2x2x2"]
     assert evaluated(source, loss_fn, 8, state) == evaluated(range(22), loss_fn, 8, state)
     assert_same(predicted(source, predict_fn, 8, state), predicted(range(22), predict_fn, 8, state))
@@ -167,9 +166,8 @@ def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathli
         seen.append(outputs)
         return {"more": np.mean([output.endswith("more") for output in outputs])}
 
-    functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn, "output_fn": words}
-    common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
-    share = rx.Evaluation(range(11), **functions, **common)(STATES["2x2x2"])["eval/more"]
+    more: Any = {"metric_fn": metric_fn, "output_fn": words, "predictions_directory": tmp_path}
+    share = rx.Evaluation(range(11), **OF_VALUES, **more)(STATES["2x2x2"])["eval/more"]
     assert share == np.mean([output.endswith("more") for output in expected])
     assert seen == [expected]
     lines = (tmp_path / "step-0.jsonl").read_text().splitlines()
@@ -177,9 +175,9 @@ def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathli
 
 
 def test_an_error_of_output_fn_says_for_which_example() -> None:
-    with pytest.raises(KeyError) as caught:
-        predicted(range(11), predict_fn, 4, output_fn=lambda i, prediction: {0: "zero", 1: "one"}[i])
-    assert "output_fn was given example 2" in "".join(caught.value.__notes__)
+    names = {0: "zero", 1: "one"}
+    error = raised(KeyError, predicted, range(11), predict_fn, 4, output_fn=lambda i, prediction: names[i])
+    assert "output_fn was given example 2" in "".join(error.__notes__)
 
 
 # In `fit`
@@ -364,33 +362,25 @@ def test_an_array_may_stand_twice_in_what_a_hook_returns_and_be_kept() -> None:
     assert_same(state.params, {"bias": jnp.ones(2), "weight": jnp.ones((2, 2))})
     assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
 
-    def shared(state: Any) -> Any:
-        return state.opt_state[0]._replace(trace=state.params), *state.opt_state[1:]
-
     moved = optax.sgd(0.1, momentum=0.9)
-    hook = changing(opt_state=shared)
+    hook = changing(opt_state=lambda x: (x.opt_state[0]._replace(trace=x.params), *x.opt_state[1:]))
     state = fit(tiny.linear_state(moved), optimizer=moved, num_steps=4, log_every=2, hook=hook)
     assert_same(state.opt_state[0].trace, state.params)
 
 
 def test_what_cannot_be_a_change() -> None:
-    bias, weight = jnp.ones(2), jnp.ones((2, 2))
+    wide, without = {"bias": jnp.ones(3), "weight": jnp.ones((2, 2))}, {"bias": jnp.ones(2)}
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda run, row, state: state, TypeError, r"must return None or an rx.Change, but returned a TrainSt"),
         (lambda run, row, state: False, TypeError, r"must return None or an rx.Change, but returned a bool"),
-        (
-            changing(params={"bias": jnp.ones(3), "weight": weight}),
-            ValueError,
-            r"params.bias was float32\[2\] and became float32\[3\]",
-        ),
-        (changing(params={"bias": bias}), ValueError, r"params.weight was float32\[2,2\] and became missing"),
+        (changing(params=wide), ValueError, r"params.bias was float32\[2\] and became float32\[3\]"),
+        (changing(params=without), ValueError, r"params.weight was float32\[2,2\] and became missing"),
         (changing(step=lambda state: state.step + 1), ValueError, r"another step, but a run must keep it"),
         (changing(key=jax.random.key(5)), ValueError, r"another key, but a run must keep it"),
         (changing(stored=("bias",)), ValueError, r"is of another model"),
     ]
     for hook, exception, message in cases:
-        with pytest.raises(exception, match=message):
-            by_fives(hook=hook)
+        raised(exception, by_fives, hook=hook, match=message)
 
 
 def test_without_its_hook_an_ended_run_goes_on(tmp_path: pathlib.Path) -> None:

@@ -17,7 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, Collate, Rows, assert_same, compilations, counted, fit, linear_state
+from fit_helpers import (
+    EXAMPLES,
+    Collate,
+    Rows,
+    assert_refused,
+    assert_same,
+    compilations,
+    counted,
+    fit,
+    linear_state,
+    raised,
+    scalar_loss,
+)
 from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, generate, order
 
@@ -99,17 +111,15 @@ def test_donation() -> None:
         lambda: rx.evaluate(given, EXAMPLES, loss_fn=tiny.loss_fn, **common),
         lambda: rx.predict(given, EXAMPLES, predict_fn=tiny.predict_fn, **common),
     ):
-        with pytest.raises(ValueError, match=r"array \w+ has been deleted.*donated.*a copy"):
-            use()
+        raised(ValueError, use, match=r"array \w+ has been deleted.*donated.*a copy")
 
 
 def test_num_train_steps_is_what_fit_takes() -> None:
     for n, num_epochs in ((22, 3), (4, 1)):
         found = counted(examples=EXAMPLES[:n], num_epochs=num_epochs)
         assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
-    for batch_size, message in ((4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")):
-        with pytest.raises(ValueError, match=message):
-            rx.num_train_steps(3, batch_size=batch_size, num_epochs=1)
+    cases = (4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")
+    assert_refused(lambda size: rx.num_train_steps(3, batch_size=size, num_epochs=1), cases)
 
 
 # Compiled once, and no waiting
@@ -134,7 +144,7 @@ def test_other_metrics_for_another_shape_begin_a_row() -> None:
     """Each step is in exactly one row."""
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        return tiny.scalar_loss(model, batch, key), {f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)}
+        return scalar_loss(model, batch, key), {f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)}
 
     options: Any = {"loss_fn": loss_fn, "optimizer": tiny.COUNTING, "num_steps": 6}
     options["collate_fn"] = ragged(3, 3, 4, 4, 4, 3)
@@ -190,10 +200,13 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_of_collate_fn_loss_fn_and_of_a_logger_arrive() -> None:
+    """With the rows of all steps before it, also of those that were handed to the devices and not looked at."""
     for prefetch in (0, 2):
-        with pytest.raises(LookupError, match="mine") as caught:
-            counted(collate_fn=Collate(7, tiny.fail), prefetch=prefetch)
-        assert any("batch 1 of epoch 1" in note for note in caught.value.__notes__)
+        arguments: Any = {"collate_fn": Collate(7, tiny.fail), "prefetch": prefetch, "log_every": 1}
+        rows = Rows()
+        error = raised(LookupError, counted, loggers=[rows], match="mine", **arguments)
+        assert any("batch 1 of epoch 1" in note for note in error.__notes__)
+        assert int(error.state.step) == len(error.history.rows) == len(rows.rows) == 6
     state = linear_state()
     with compilations() as compiled, pytest.raises(LookupError, match="mine"):
         fit(state, loss_fn=lambda model, batch, key: tiny.fail(), num_epochs=3)
@@ -365,6 +378,7 @@ def generator() -> Any:
 WEIGHT, BIAS = jnp.ones((2, 2)), jnp.ones(2)
 OTHERS = rx.Evaluation(tiny.make_examples(48), batch_size=12)
 
+OTHER_STATE = r"at opt_state\.\S+ it keeps .*, but the state holds"
 UNFIT = (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, mu_dtype=jnp.bfloat16), optax.chain(ADAM, ADAM))
 
 # (call, what its message says): a `ValueError`
@@ -393,36 +407,21 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: evaluating(predict_fn=None, metric_fn=lambda x, y: {}), r"metric_fn needs predict_fn"),
     (lambda: evaluating(predict_fn=None, predictions_directory="no"), r"predictions_directory needs predict"),
     (lambda: evaluating(predict_fn=None, output_fn=lambda x, y: 0), r"output_fn needs predict_fn"),
-    *(
-        (functools.partial(alone, call, examples, size), words)
-        for call, message in (
-            (rx.evaluate, r"the loss must be a scalar.*\(3, 2\)"),
-            (rx.predict, r"output array has shape \(3, 2\), .* 8"),
-        )
-        for examples, size, words in (
-            ([], 8, r"examples is empty"),
-            (WIDE, 12, r"batch_size=12 must be a positive multiple of 8"),
-            (tiny.make_examples(16), 8, message),
-        )
-    ),
+    (lambda: alone(rx.evaluate, [], 8), r"examples is empty"),
+    (lambda: alone(rx.predict, [], 8), r"examples is empty"),
+    (lambda: alone(rx.evaluate, WIDE, 12), r"batch_size=12 must be a positive multiple of 8"),
+    (lambda: alone(rx.predict, WIDE, 12), r"batch_size=12 must be a positive multiple of 8"),
+    (lambda: alone(rx.evaluate, tiny.make_examples(16), 8), r"the loss must be a scalar.*\(3, 2\)"),
+    (lambda: alone(rx.predict, tiny.make_examples(16), 8), r"output array has shape \(3, 2\), .* 8"),
     # Functions
     (lambda: collating(y=np.zeros((3, 2))), r"leaf 'y' is float64\[3,2\], .*must be 4"),
-    (
-        lambda: run(loss_fn=lambda model, batch, key: batch["x"]),
-        r"the loss must be a scalar.*\(4, 2\)\. Sum it",
-    ),
+    (lambda: run(loss_fn=lambda m, b, k: b["x"]), r"the loss must be a scalar.*\(4, 2\)\. Sum it"),
     # The state
     (lambda: run(explicit_axes()), r"\('data',\) are not of AxisType\.Auto.*make_mesh"),
     (lambda: run(nothing_trainable()), r"no trainable leaf.*`trainable`"),
     (lambda: run(optimizer=ADAM), r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState"),
     (lambda: run(half_trained(), optimizer=ADAM), r"mu\.bias it keeps float32\[2\], .* holds nothing.*given"),
-    *(
-        (
-            functools.partial(run, linear_state(ADAM), optimizer=x),
-            r"at opt_state\.\S+ it keeps .*, but the state holds",
-        )
-        for x in UNFIT
-    ),
+    *((functools.partial(run, linear_state(ADAM), optimizer=x), OTHER_STATE) for x in UNFIT),
     # A custom step
     (lambda: guarding(lambda state, batch: (state, {"error": 1.0})), r"a dict that has a 'loss'.*\['error'\]"),
     (lambda: guarding(lambda state, batch: (state, None)), r"must return \(state, metrics\).*NoneType"),
@@ -441,10 +440,7 @@ OF_ANOTHER_TYPE: list[tuple[Any, str]] = [
 
 # These come after the loss of one batch.
 REFUSED_IN_EVALUATION: list[tuple[Any, str]] = [
-    (
-        lambda: evaluating(predict_fn=tiny.scalar_loss),
-        r"predict_fn's output array has shape \(\), .*batch's, 4",
-    ),
+    (lambda: evaluating(predict_fn=scalar_loss), r"predict_fn's output array has shape \(\), .*batch's, 4"),
     (lambda: metrics({"score": "0.5"}), r"metric_fn: 'score' is '0.5' \(str\), but a metric is one num"),
     (lambda: metrics({"score": np.ones(1)}), r"'score' is array\(\[1.\]\) \(ndarray\)"),
     (lambda: metrics({"score": jnp.ones(2)}), r"'score' is Array\(.*but a metric is one number"),

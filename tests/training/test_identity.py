@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk, linear_state, python
+from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk, linear_state, python, raised
 
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import program_digest
@@ -165,8 +165,8 @@ def begun(directory: pathlib.Path, state: Any = None, **arguments: Any) -> None:
         if run.step == 4:
             tiny.fail()
 
-    with pytest.raises(LookupError, match="mine"):
-        fit(state, hook=hook, **{"log_every": 1, "checkpoints": directory, **arguments})
+    arguments = {"log_every": 1, "checkpoints": directory, **arguments}
+    raised(LookupError, fit, state, hook=hook, match="mine", **arguments)
 
 
 def content_of(directory: pathlib.Path) -> dict[str, bytes]:
@@ -178,8 +178,7 @@ def content_of(directory: pathlib.Path) -> dict[str, bytes]:
 def refused(directory: pathlib.Path, message: str, examples: Any = EXAMPLES, state: Any = None) -> None:
     before = content_of(directory)
     state = state or linear_state()
-    with pytest.raises(ValueError, match=message):
-        fit(state, examples, checkpoints=directory)
+    raised(ValueError, fit, state, examples, checkpoints=directory, match=message)
     assert content_of(directory) == before
     assert not state.params["weight"].is_deleted()
 
@@ -212,8 +211,8 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
     ]
     for other, what in cases:
         begin = state(**other)
-        with pytest.raises(ValueError, match=rf"is a different one: it has {what}\. To begin a new run"):
-            run(begin, tmp_path)
+        message = rf"is a different one: it has {what}\. To begin a new run"
+        raised(ValueError, run, begin, tmp_path, match=message)
         assert_same(begin, state(**other))  # nothing was taken over
     assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)  # another compiler's last bits
     assert_same(run(state(key=7), rx.Checkpoints(tmp_path, allow_changes=True)), expected)
@@ -235,9 +234,7 @@ def test_another_run_that_is_alive_is_refused_and_loses_nothing(tmp_path: pathli
     def nested(run: Any, row: Any, state: Any) -> None:
         if run.step == 2:
             for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.save(tmp_path, state)):
-                with pytest.raises(rx.errors.CheckpointError, match="is in use: this very process") as caught:
-                    act()
-                seen.append(caught.value)
+                seen.append(raised(rx.errors.CheckpointError, act, match="is in use: this very process"))
 
     state, expected = fit(log_every=1, hook=nested, checkpoints=tmp_path), fit()
     assert len(seen) == 2
@@ -387,8 +384,7 @@ def test_another_version_is_an_error_of_its_own_that_touches_nothing(change, wha
     before = content_of(tmp_path)
     message = f"was written by another version of redco_eqx .*{what}"
     for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.restore(tmp_path, linear_state())):
-        with pytest.raises(rx.errors.CheckpointFormatError, match=message):
-            act()
+        raised(rx.errors.CheckpointFormatError, act, match=message)
     with pytest.warns(UserWarning, match=f"{message}.*left out"):
         assert [info.step for info in rx.list_checkpoints(tmp_path)] == [2]
     assert content_of(tmp_path) == before

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import pickle
 import re
 import sys
 import types
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import EXAMPLES, Collate, Rows, assert_same, counted, fit, fit_with_history
+from fit_helpers import EXAMPLES, Rows, counted, fit, fit_with_history
 from helpers import events
 
 import redco_eqx as rx
@@ -133,15 +132,6 @@ def test_it_has_what_the_loggers_got_without_rates() -> None:
         rx.types.History()["train/loss"]
 
 
-def test_an_error_comes_with_the_rows_of_all_steps_before_it() -> None:
-    """Also with those that were handed to the devices and not looked at."""
-    rows = Rows()
-    with pytest.raises(LookupError) as error:
-        fit(prefetch=0, collate_fn=Collate(8, tiny.fail), num_steps=9, log_every=1, loggers=[rows])
-    raised: Any = error.value
-    assert int(raised.state.step) == len(raised.history.rows) == len(rows.rows) == 7
-
-
 def test_runs_in_one_directory_have_their_own_rows(tmp_path: pathlib.Path) -> None:
     arguments: Any = {"optimizer": tiny.COUNTING, "checkpoints": tmp_path, "log_every": 1}
     state, first = fit_with_history(num_steps=3, **arguments)
@@ -167,18 +157,6 @@ def test_checkpoints_do_not_grow_by_rows(tmp_path: pathlib.Path) -> None:
     first, last = (len(record.read_bytes()) for record in records)
     assert last <= first + 10
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 60
-
-
-def test_errors_carry_it_from_one_process_to_another() -> None:
-    examples, step = tiny.spoiled(np.nan)
-    with pytest.raises(rx.errors.NonFiniteError) as caught:
-        fit(None, examples, num_epochs=2, log_every=1)
-    assert [row["step"] for row in caught.value.history.rows] == list(range(1, step + 1))
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.step, again.history) == (str(caught.value), step, caught.value.history)
-    assert_same(again.state, caught.value.state)
-    error = rx.errors.TrainingInterrupted(None, 3, history=caught.value.history)
-    assert pickle.loads(pickle.dumps(error)).history == caught.value.history
 
 
 # Loggers

@@ -16,7 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit, linear_state
+from fit_helpers import (
+    EXAMPLES,
+    SGD,
+    Collate,
+    Rows,
+    assert_counted,
+    assert_same,
+    counted,
+    fit,
+    linear_state,
+    raised,
+)
 from helpers import assert_close, assert_same_layout
 from stream_sources import KINDS
 
@@ -26,9 +37,7 @@ from redco_eqx._data import streams
 
 def interrupted(state: Any, checkpoints: Any, call: Any = counted, **arguments: Any) -> Any:
     """The error of a run that a signal ends."""
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        call(state, checkpoints=checkpoints, **arguments)
-    return caught.value
+    return raised(rx.errors.TrainingInterrupted, call, state, checkpoints=checkpoints, **arguments)
 
 
 class Killed(BaseException):
@@ -97,12 +106,11 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
     whole, first, second, third = Collate(), Collate(at), Collate(), Collate()
     expected, history = run("whole", whole)
     assert int(expected.step) == num_steps
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        run("cut", first)
-    assert 0 < caught.value.step < num_steps
-    logged = caught.value.history.rows  # that of the last step may be among them
+    error = raised(rx.errors.TrainingInterrupted, run, "cut", first)
+    assert 0 < error.step < num_steps
+    logged = error.history.rows  # that of the last step may be among them
     assert logged == history.rows[: len(logged)]
-    assert len(logged) >= sum(row["step"] < caught.value.step for row in history.rows)
+    assert len(logged) >= sum(row["step"] < error.step for row in history.rows)
     with (tmp_path / "cut" / "history.jsonl").open("r+") as file:  # a kill would leave more than was saved
         later = json.loads(file.readlines()[-1])
         file.write(json.dumps({**later, "step": 99}) + "\n" + json.dumps(later)[:20])
@@ -119,11 +127,11 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
 
 
 def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.Path) -> None:
-    def noisy() -> Any:
-        return {"norm": eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), "key": jax.random.key(3)}
+    norm = functools.partial(eqx.nn.BatchNorm, 2, axis_name="batch", mode="batch")
+    noisy = eqx.nn.make_with_state(lambda: {"norm": norm(), "key": jax.random.key(3)})
 
     def make() -> Any:
-        return rx.init_state(eqx.nn.make_with_state(noisy)(), SGD, key=jax.random.key(1))
+        return rx.init_state(noisy(), SGD, key=jax.random.key(1))
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         apply = jax.vmap(model[0]["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
@@ -164,8 +172,7 @@ def test_a_killed_run_loses_no_row(tmp_path: pathlib.Path) -> None:
     arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": tiny.loss_fn, "optimizer": SGD}
     run = functools.partial(counted, None, **arguments)
     run(tmp_path / "whole", loggers=[whole])
-    with pytest.raises(LookupError):
-        run(tmp_path / "cut", loggers=[cut], collate_fn=Collate(14, tiny.fail))
+    raised(LookupError, run, tmp_path / "cut", loggers=[cut], collate_fn=Collate(14, tiny.fail))
     # The error saved at 13. A kill leaves a checkpoint at 13 that is not whole, and a row that is too late.
     cut(15, {"train/loss": 5.0})
     os.rename(tmp_path / "cut" / "13", tmp_path / "cut" / "13.orbax-checkpoint-tmp")
@@ -189,12 +196,10 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
 
     history = run("finished")
     run("unsaved", checkpoints=None)
-    with pytest.raises(Killed):
-        run("killed", at=8)
+    raised(Killed, run, "killed", at=8)
     before = log.read_bytes()
     for _ in range(2):
-        with pytest.raises(Killed):
-            run("cut", at=6)
+        raised(Killed, run, "cut", at=6)
     assert run("cut") == history
     assert log.read_bytes().startswith(before)
     own = tiny.read_log(log)[-8:]
@@ -215,8 +220,7 @@ def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> No
             counted(state, checkpoints, collate_fn=Collate(at, kill), **arguments)
 
     script("whole")
-    with pytest.raises(Killed):
-        script("cut", at=3)
+    raised(Killed, script, "cut", at=3)
     script("cut")
     assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
     rows = (tmp_path / "cut.jsonl").read_bytes()
@@ -249,9 +253,7 @@ def test_a_script_of_two_fits_resumes_each(tmp_path: pathlib.Path) -> None:
         return run(state, tmp_path, num_steps=num_steps)
 
     plain = fit(num_steps=6)
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        script(Collate(9))
-    assert caught.value.step == 9
+    assert raised(rx.errors.TrainingInterrupted, script, Collate(9)).step == 9
     for num_steps, num_calls in ((5, 2), (5, 0), (7, 2)):
         spy = Collate()
         assert_same(script(spy, num_steps), fit(plain, num_steps=num_steps, donate=False))
@@ -272,12 +274,11 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
         (begin, tmp_path, rx.Data(EXAMPLES, shuffle=False), r"order of the examples is None, but was feistel"),
         (begin, tmp_path, rx.Stream(EXAMPLES), r"the number of train_examples is None, but was 22"),
     ):
-        with pytest.raises(ValueError, match=message):
-            counted(state, directory, examples, prefetch=None)
+        raised(ValueError, counted, state, directory, examples, prefetch=None, match=message)
         assert not state.params["bias"].is_deleted()
     for length, number in (("num_steps", 8), ("num_epochs", 2)):
-        with pytest.raises(ValueError, match=rf"{length}=1, but the run in .* already has {number} "):
-            counted(begin, tmp_path, **{length: 1})
+        message = rf"{length}=1, but the run in .* already has {number} "
+        raised(ValueError, counted, begin, tmp_path, match=message, **{length: 1})
     assert_same(begin, linear_state())  # nothing was taken over
     assert tiny.steps_in(tmp_path)[-1] == 8
 
@@ -295,15 +296,13 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
-    options: Any = ({"every_steps": 0}, {"every_steps": -1}, {"keep_last": 0})
-    for wrong in options:
-        with pytest.raises(ValueError, match=rf"Checkpoints: {next(iter(wrong))}"):
-            rx.Checkpoints("nowhere", **wrong)
+    for name, number in (("every_steps", 0), ("every_steps", -1), ("keep_last", 0)):
+        raised(ValueError, rx.Checkpoints, "nowhere", match=rf"Checkpoints: {name}", **{name: number})
     checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
     cases = ((None, "nothing, without an evaluation="), (rx.Evaluation(EXAMPLES), "'eval/loss', 'eval/plain'"))
     for evaluation, words in cases:
-        with pytest.raises(ValueError, match=rf"keep_best={{'eval/accuracy'.*evaluations give {words}"):
-            counted(None, checkpoints, evaluation=evaluation)
+        message = rf"keep_best={{'eval/accuracy'.*evaluations give {words}"
+        raised(ValueError, counted, None, checkpoints, evaluation=evaluation, match=message)
     assert tiny.steps_in(tmp_path) == []
 
 
@@ -396,8 +395,7 @@ def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.
         (tmp_path / str(step) / which).write_bytes(b"")
     spy, message = Collate(), "12 is damaged" if "record" in which else "damaged"
     for _ in range(2):  # nor at the next try
-        with pytest.raises(rx.errors.CheckpointError, match=message):
-            counted(None, tmp_path, collate_fn=spy)
+        raised(rx.errors.CheckpointError, counted, None, tmp_path, collate_fn=spy, match=message)
     assert spy.num_calls == 0
 
 
@@ -405,9 +403,8 @@ def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.
 def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path: pathlib.Path) -> None:
     with contextlib.ExitStack() as stack:
         spy = Collate(7, lambda: stack.enter_context(tiny.full_disk()))
-        with pytest.raises(rx.errors.CheckpointError, match="could not be written") as caught:
-            counted(None, tmp_path, collate_fn=spy, log_every=log_every)
-    state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
+        run = functools.partial(counted, None, tmp_path, collate_fn=spy, log_every=log_every)
+        state = raised(rx.errors.CheckpointError, run, match="could not be written").state
     assert_counted(state, int(state.step))
     assert 7 <= int(state.step) <= 10  # told of the save of 6 or of 8, by 10 at the latest
     assert tiny.steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
@@ -426,10 +423,9 @@ def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path
 
 
 def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(LookupError, match="mine") as caught:
-        counted(None, tmp_path, collate_fn=Collate(6, tiny.fail))
-    assert_counted(caught.value.state, 5)  # pyright: ignore[reportAttributeAccessIssue]
-    assert any(f"saved as {tmp_path / '5'}" in note for note in caught.value.__notes__)
+    error = raised(LookupError, counted, None, tmp_path, collate_fn=Collate(6, tiny.fail), match="mine")
+    assert_counted(error.state, 5)
+    assert any(f"saved as {tmp_path / '5'}" in note for note in error.__notes__)
     for _ in range(2):  # the second time, the run is over already
         assert_counted(counted(None, tmp_path, num_steps=12), 12)
 
@@ -445,7 +441,6 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     def infinite(model: Any, batch: Any, key: Any) -> Any:
         return jnp.where(model.bias[0] > limit, jnp.inf, jnp.mean(tiny.errors_of(model, batch)))
 
-    with pytest.raises(rx.errors.NonFiniteError) as caught:
-        counted(None, tmp_path / "loss", loss_fn=infinite)
-    assert (caught.value.step, tiny.steps_in(tmp_path / "loss")) == (5, [2, 4])
-    assert_counted(caught.value.state, 5)
+    error = raised(rx.errors.NonFiniteError, counted, None, tmp_path / "loss", loss_fn=infinite)
+    assert (error.step, tiny.steps_in(tmp_path / "loss")) == (5, [2, 4])
+    assert_counted(error.state, 5)
