@@ -83,8 +83,8 @@ def explain(overrides: Any, mesh: Any = MESH) -> Any:
     return rx.explain(MODEL, mesh, overrides=overrides)
 
 
-def generate(inputs: Any) -> Any:
-    return models.generate(LM, inputs, max_new_tokens=2)
+def generate(inputs: Any, call: Any = models.generate, **more: Any) -> Any:
+    return call(LM, inputs, max_new_tokens=2, **more)
 
 
 def call_stacked() -> None:
@@ -125,6 +125,8 @@ OF_A_PAIR = rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)
 EXPLICIT, RENAMED = jax.make_mesh((8,), ("data",)), jax.make_mesh((2, 4), ("dp", "tp"))
 JITTED_GRADIENT = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
 GRADIENT, PAIR = "gradient of the loss itself", '(loss, metrics) ... (loss, {"accuracy": x})'
+PAIRS = "overrides ... [(pattern, PartitionSpec), ...]"
+A_PAIR = "the pair (model, eqx.nn.State)"
 HOLDER = tempfile.TemporaryDirectory()
 PLACE = pathlib.Path(HOLDER.name) / "door"
 A_FILE, EMPTY = PLACE / "file", PLACE / "empty"
@@ -197,11 +199,8 @@ CONFUSED: list[tuple[Any, str]] = [
         "num_examples must be ... whole number ... a list ... Pass its len()",
     ),
     # Layouts
-    (
-        lambda: explain({"*": jax.P()}),
-        "overrides ... [(pattern, PartitionSpec), ...] ... list(overrides.items())",
-    ),
-    (lambda: explain(("*", jax.P())), "overrides ... [(pattern, PartitionSpec), ...]"),
+    (lambda: explain({"*": jax.P()}), f"{PAIRS} ... list(overrides.items())"),
+    (lambda: explain(("*", jax.P())), PAIRS),
     (lambda: explain([("*", ("tensor",))]), "overrides ... ('tensor',) ... PartitionSpec(\"tensor\")"),
     # Functions
     (lambda: fit(loss_fn=None), "fit: loss_fn ... (model, batch, key) ... None"),
@@ -216,7 +215,7 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: fit(loss_fn=jax.value_and_grad(loss_fn)), f"fit: loss_fn ... {GRADIENT} ... jax.value_and_grad"),
     (lambda: step(loss_fn=JITTED_GRADIENT), f"train_step: loss_fn ... {GRADIENT}"),
     (lambda: step(loss_fn=pair_loss), "a MLP alone ... init_state((model, model_state), ...)"),
-    (lambda: step(OF_A_PAIR), "the pair (model, eqx.nn.State)"),
+    (lambda: step(OF_A_PAIR), A_PAIR),
     (lambda: predict(predict_fn=lambda m, b: b), "predict_fn ... (m, b)"),
     (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
     (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
@@ -256,10 +255,7 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: generate(["hello", "you"]), "inputs ... a list ... tokenizer("),
     (lambda: generate([[1, 2], [3, 4]]), "inputs ... a list ... np.array(ids)"),
     (lambda: generate([[1, 2], [3]]), "inputs ... a list ... padding"),
-    (
-        lambda: models.beam_search(LM, [[1]], max_new_tokens=2, num_beams=2),
-        "beam_search: inputs ... np.array(ids)",
-    ),
+    (lambda: generate([[1]], models.beam_search, num_beams=2), "beam_search: inputs ... np.array(ids)"),
 ]
 # Of `ValueError`:
 WRONG: list[tuple[Any, str]] = [
@@ -282,10 +278,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: explain((), RENAMED), "('dp', 'tp') ... make_mesh(mesh=mesh, names=(\"data\", \"tensor\"))"),
     (lambda: returning(lambda x: {"loss": x}), f"loss_fn must return ... a dict ... {PAIR}"),
     (lambda: returning(lambda x: (x, x), step), f"metrics a dict ... float32[] ... {PAIR}"),
-    (
-        lambda: returning(lambda x: (x, {}, x), step),
-        "a tuple of 3 ... init_state was given the pair (model, eqx.nn.State)",
-    ),
+    (lambda: returning(lambda x: (x, {}, x), step), f"a tuple of 3 ... init_state was given {A_PAIR}"),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
     (
         lambda: rx.init_state(Normed(KEY), ADAM, key=KEY),

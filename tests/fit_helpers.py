@@ -211,8 +211,7 @@ def hand_loop(
     key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), int(state.step))
     epoch = 0
     while True:
-        of_epoch = examples(epoch) if callable(examples) else examples
-        data = rx.Data(of_epoch, prefetch=0)
+        data = rx.Data(examples(epoch) if callable(examples) else examples, prefetch=0)
         for batch in rx.batches(data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch):
             new_state, metrics = step(state, batch)
             is_skipped = int(state.step) == skip
@@ -238,9 +237,9 @@ def counting_step(state: Any, batch: Any) -> Any:
     return dataclasses.replace(state, params=params, step=state.step + 1), {"loss": jnp.mean(batch["weight"])}
 
 
-def assert_counted(state: Any, num_steps: int, begin: Any = None) -> None:
-    """That `state` is `begin` after so many counting steps."""
-    begin = linear_state() if begin is None else begin
+def assert_counted(state: Any, num_steps: int) -> None:
+    """That `state` is the first one after so many counting steps."""
+    begin = linear_state()
     for _ in range(num_steps):
         begin = counting_step(begin, {"weight": jnp.zeros(1)})[0]
     assert_same(state, begin)

@@ -124,8 +124,8 @@ def test_saved_and_restored_on_any_mesh(saved: Any, name: str, tmp_path: pathlib
             assert x.sharding == to_names(like)[path].sharding, path
             assert x.dtype == to_names(state)[path].dtype
         assert bits(found) == bits(state)
-    given = dataclasses.replace(found, step=np.asarray(found.step))  # may be a NumPy array
-    assert rx.save(tmp_path, given).name == "7"
+    # The step may be a NumPy array.
+    assert rx.save(tmp_path, dataclasses.replace(found, step=np.asarray(found.step))).name == "7"
     assert bits(rx.restore(tmp_path, odd_state(seed=5))) == bits(state)
 
 
@@ -247,8 +247,7 @@ def test_what_is_not_read_must_have_a_value(saved: Any) -> None:
         rx.restore(directory, jax.eval_shape(lambda: like), only="model")
     jax.tree.map(lambda x: x.delete(), like)
     assert bits(rx.restore(directory, like)) == bits(state)
-    with pytest.raises(ValueError, match="in `like` it has been deleted"):
-        rx.restore(directory, like, only="model")
+    raised(ValueError, rx.restore, directory, like, only="model", match="in `like` it has been deleted")
 
 
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
@@ -313,8 +312,7 @@ def test_arrays_that_were_exchanged_unseen_by_orbax_are_found(tmp_path: pathlib.
     a, b = rx.save(tmp_path / "a", state), rx.save(tmp_path / "b", other)
     (a / "arrays").rename(tmp_path / "aside")
     (b / "arrays").rename(a / "arrays")
-    with pytest.raises(rx.errors.CheckpointError, match="the checksum of"):
-        rx.restore(tmp_path / "a", state)
+    raised(rx.errors.CheckpointError, rx.restore, tmp_path / "a", state, match="the checksum of")
 
 
 @pytest.mark.parametrize("damage", ["empty", "alter", "unlink"])
@@ -332,8 +330,7 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: str, tmp_path: pat
         assert int(rx.restore(tmp_path, state).step) == 1
     with pytest.warns(UserWarning, match="It is left out"):
         assert steps_in(tmp_path) == [1]
-    with pytest.raises(rx.errors.CheckpointError, match="damaged"):
-        rx.restore(tmp_path, state, step=2)
+    raised(rx.errors.CheckpointError, rx.restore, tmp_path, state, step=2, match="damaged")
     damaged(1)
     error = pytest.raises(rx.errors.CheckpointError, match="no checkpoint can be restored")
     with pytest.warns(UserWarning, match=f"{tmp_path}/2"), error:
@@ -394,8 +391,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_address_is_no_directory() -> None:
-    with pytest.raises(ValueError, match="not a path of a file system"):
-        rx.Checkpoints("gs://bucket/run").open()
+    raised(ValueError, rx.Checkpoints("gs://bucket/run").open, match="not a path of a file system")
 
 
 def save_and_wait(writer: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
+from fit_helpers import raised
 from hosts import harness
 
 import redco_eqx as rx
@@ -33,9 +34,7 @@ def find(address=None, number=None, process=None, devices=None) -> Any:
 
 
 def test_one_process_does_nothing(monkeypatch):
-    assert find() is None
-    assert find(number=1) is None
-    assert find("10.0.0.1:1234", 1, 0) is None
+    assert [find(), find(number=1), find("10.0.0.1:1234", 1, 0)] == [None] * 3
     rx.initialize_distributed()
     rx.initialize_distributed(num_processes=1)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
@@ -75,8 +74,7 @@ def test_what_does_not_fit_together_is_refused(monkeypatch):
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            with pytest.raises(error, match=message):
-                find(*arguments)
+            raised(error, find, *arguments, match=message)
 
 
 def slurm(monkeypatch, *, process, local, num_nodes, nodes="n[0-1]", tasks=2):
@@ -130,8 +128,7 @@ def test_share_of_devices(monkeypatch):
 
 def test_joining_twice(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="joined already"):
-        rx.initialize_distributed()
+    raised(RuntimeError, rx.initialize_distributed, match="joined already")
 
 
 # The barrier before JAX joins the processes: who is missing, or told wrongly, is named on all
@@ -149,16 +146,11 @@ def test_an_absent_coordinator_and_a_taken_port_are_named():
 
 def rendezvous_of(places, timeout_seconds) -> tuple[int, list[Any]]:
     """A port, and what it returns or raises for each of `(num_processes, process_id)`, all at once."""
-    address = f"127.0.0.1:{harness.free_port()}"
-
-    def run(place):
-        try:
-            return rendezvous(Launch(address, place[0], place[1], None), timeout_seconds)
-        except Exception as error:
-            return error
-
+    port = harness.free_port()
+    launches = [Launch(f"127.0.0.1:{port}", number, process, None) for number, process in places]
     with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
-        return int(address.partition(":")[2]), list(threads.map(run, places))
+        futures = [threads.submit(rendezvous, launch, timeout_seconds) for launch in launches]
+    return port, [future.exception() or future.result() for future in futures]
 
 
 def test_all_are_connected_by_name_and_leave_the_port_to_jax():
@@ -173,8 +165,7 @@ def test_all_are_connected_by_name_and_leave_the_port_to_jax():
             found[process][0].send_bytes(f"from {process}".encode())
             assert found[0][process].recv_bytes() == f"from {process}".encode()
             found[process][0].close()
-            with pytest.raises(EOFError):
-                found[0][process].recv_bytes()
+            raised(EOFError, found[0][process].recv_bytes)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +201,7 @@ def test_another_service_at_the_address(answer):
             connection.recv(1000)
             connection.sendall(answer)
             connection.shutdown(socket.SHUT_WR)
-            with pytest.raises(TimeoutError, match=f"at {address}.* no other program uses it"):
-                joined.result()
+            raised(TimeoutError, joined.result, match=f"at {address}.* no other program uses it")
 
 
 def test_strangers_are_ignored_and_a_restarted_process_is_taken():

@@ -166,10 +166,6 @@ def damage(change: Callable[[pathlib.Path], None]) -> Callable[..., Iterator[str
     return run
 
 
-def truncate(path: pathlib.Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def broken_disk(breaking: Callable[[pathlib.Path], Any]) -> Callable[..., Iterator[str]]:
     """A file system that breaks under way; needs the right to mount. The error reaches the caller with the
     state, and the run goes on when the disk is whole again."""
@@ -282,7 +278,7 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
     "kill -9 at a random instant": (kills, 50, 3),
     "kill -9 before the first save": (early_kills, 20, 1),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
-    "a file cut in half": (damage(truncate), 99, 4),
+    "a file cut in half": (damage(lambda path: os.truncate(path, path.stat().st_size // 2)), 99, 4),
     "a full disk": (broken_disk(without_room), 10, 1),
     "a disk turned read-only": (broken_disk(read_only), 4, 1),
     "SIGTERM or SIGINT, each phase": (signals, 8, 2),

@@ -44,14 +44,10 @@ class Session:
 
     def __init__(self, root):
         self.root = root
-        self._count = 0
         self._expected = {}
 
     def directory(self):
-        self._count += 1
-        made = self.root / f"run{self._count}"
-        made.mkdir()
-        return made
+        return pathlib.Path(tempfile.mkdtemp(dir=self.root))
 
     def expected(self, names):
         new = [name for name in names if name not in self._expected]

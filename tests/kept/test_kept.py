@@ -226,8 +226,7 @@ def test_what_changes_while_it_is_traced_is_compiled_anew() -> None:
         calls.append(0)
         return jnp.mean(errors_of(model, batch)) * len(calls)
 
-    state = linear_state()
-    losses = [evaluate(state, loss_fn) for _ in range(2)]
+    losses = [evaluate(linear_state(), loss_fn) for _ in range(2)]
     np.testing.assert_allclose(losses[1], 2 * losses[0], rtol=1e-6)
 
 

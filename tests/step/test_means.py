@@ -1,6 +1,5 @@
 """Means over examples: losses, the metrics that steps report, and microbatches (accumulated equals whole)."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -122,17 +121,15 @@ def test_parameters_that_the_loss_cannot_depend_on_are_named():
         return used + jax.lax.stop_gradient(model["stopped"]) + inner(model, batch[0])
 
     state = rx.init_state({name: jnp.asarray(float(i)) for i, name in enumerate(names)}, SGD, key=KEY)
-    with pytest.warns(
-        UserWarning, match="does not depend on 3 trainable arrays.*: only_shape, stopped, unused"
-    ):
+    message = "does not depend on 3 trainable arrays.*: only_shape, stopped, unused"
+    with pytest.warns(UserWarning, match=message):
         jax.eval_shape(compiled_step(loss_fn, SGD), state, np.ones((4, 2), np.float32))
 
 
+@pytest.mark.filterwarnings("error")
 def test_every_parameter_of_a_transformer_is_used():
     state = rx.init_state(helpers.make_transformer(), SGD, key=KEY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.eval_shape(compiled_step(cross_entropy, SGD), state, token_batch(0))
+    jax.eval_shape(compiled_step(cross_entropy, SGD), state, token_batch(0))
 
 
 # Microbatches
@@ -190,10 +187,10 @@ def test_a_bare_scalar_counts_once_per_microbatch():
 
 def test_gradients_of_bfloat16_parameters_accumulate_in_float32():
     # 512 gradients of 1 each: a bfloat16 sum would stop at 256.
-    zero, batch = jnp.zeros((), jnp.bfloat16), np.ones(512, np.float32)
-    w, metrics = stepped(
-        lambda m, b, k: jnp.sum(m["w"].astype(jnp.float32) * b), zero, batch, num_microbatches=512
-    )
+    def loss_fn(model, batch, key):
+        return jnp.sum(model["w"].astype(jnp.float32) * batch)
+
+    w, metrics = stepped(loss_fn, jnp.zeros((), jnp.bfloat16), np.ones(512, np.float32), num_microbatches=512)
     assert metrics["grad_norm"].value == 1
     assert (w, w.dtype) == (-1, jnp.bfloat16)
 

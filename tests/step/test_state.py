@@ -7,14 +7,13 @@ import math
 from typing import Any
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from fit_helpers import Normed, assert_identical, assert_refused, counting_step, paired, raised
-from helpers import KEY, by_path
+from helpers import KEY, assert_close, assert_same_layout, by_path, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +110,7 @@ def test_what_is_trained():
 
 
 def test_everything_lies_on_the_mesh_of_the_model(mesh):
-    model, shardings = helpers.place(MIXED, mesh)
+    model, shardings = place(MIXED, mesh)
     state = init_state(model, ADAM, key=jax.device_put(KEY, jax.devices()[5]))
     wanted = by_path(shardings)
     assert sum(not s.is_fully_replicated for s in wanted.values()) >= 2
@@ -124,7 +123,7 @@ def test_everything_lies_on_the_mesh_of_the_model(mesh):
         assert x.is_fully_replicated
         assert x.devices() == set(mesh.devices.flat)
     for of_params in (moments.mu, moments.nu):
-        helpers.assert_same_layout(of_params, state.params)
+        assert_same_layout(of_params, state.params)
     assert_identical(state.key, KEY)
 
 
@@ -150,7 +149,7 @@ def test_the_abstract_state_is_the_shape_of_the_concrete_one(mesh):
     shardings = shard_rules(abstract, mesh)
 
     placed = jax.tree.map(lambda x, s: x.update(sharding=s) if hasattr(x, "shape") else x, abstract, shardings)
-    state = init_state(helpers.place(make_plain(KEY), mesh)[0], optimizer, key=KEY)
+    state = init_state(place(make_plain(KEY), mesh)[0], optimizer, key=KEY)
     for model in (abstract, placed):
         found = init_state(model, optimizer, key=KEY)
         for path, x, y in paired(found, state):
@@ -171,10 +170,10 @@ def test_init_state_under_transformations():
     alone = [make(key) for key in keys]
     traced = jax.jit(make)(keys[0])
     assert jax.tree.structure(traced) == jax.tree.structure(alone[0])
-    helpers.assert_close(traced, alone[0], rtol=1e-6)
+    assert_close(traced, alone[0], rtol=1e-6)
     ensemble = eqx.filter_vmap(make)(keys)
     assert isinstance(ensemble, TrainState)
-    helpers.assert_close(ensemble, jax.tree.map(lambda *xs: jnp.stack(xs), *alone), rtol=1e-6)
+    assert_close(ensemble, jax.tree.map(lambda *xs: jnp.stack(xs), *alone), rtol=1e-6)
     # A concrete model, with a traced key.
     model = alone[0].model
     found = jax.jit(lambda key: init_state(model, ADAM, key=key))(jax.random.key(3))
@@ -259,8 +258,7 @@ def test_the_state_takes_the_arrays_of_the_model_and_not_the_key():
         model = jax.device_put({"a": jnp.ones(8)}, replicated(make_mesh(data=num_devices)))
         state = donate(init_state(model, ADAM, key=key))
         assert_identical(jax.random.fold_in(key, 0), jax.random.fold_in(state.key, 0))
-        with pytest.raises(ValueError, match=r"a has been deleted\. It was donated"):
-            init_state(model, ADAM, key=KEY)
+        raised(ValueError, init_state, model, ADAM, key=KEY, match=r"a has been deleted\. It was donated")
 
 
 def test_keys():
@@ -289,8 +287,7 @@ def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):
 
     with pytest.raises(ValueError, match="matches no array"):
         init_model(make, mesh, key=KEY, overrides=[("nothing", jax.P())])
-    with pytest.raises(ValueError, match="AxisType"):
-        init_model(make, jax.make_mesh((8,), ("data",)), key=KEY)
+    raised(ValueError, init_model, make, jax.make_mesh((8,), ("data",)), key=KEY, match="AxisType")
     assert found == []
     born = init_model(make, mesh, key=KEY, overrides=[("*", jax.P(("data", "fsdp")))])
     assert found == [0] * 6  # besides the one that is being made

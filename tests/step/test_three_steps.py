@@ -4,14 +4,13 @@ from functools import partial
 from typing import Any
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from fit_helpers import Normed, assert_identical, assert_refused, compilations
-from helpers import KEY, by_path, compiled_step
+from helpers import KEY, assert_close, by_path, compiled_step, mesh_of
 
 import redco_eqx as rx
 
@@ -130,7 +129,7 @@ MAKE = eqx.nn.make_with_state(Normed)
 
 @pytest.mark.parametrize(("name", "num_microbatches"), [("data8", 1), ("2x2x2", 2)])
 def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
-    mesh = helpers.mesh_of(name)
+    mesh = mesh_of(name)
     pair: Any = rx.init_model(MAKE, mesh, key=KEY)
     shardings = rx.shard_rules(pair, mesh)
     state = rx.init_state(pair, SLOW, key=jax.random.key(1))
@@ -157,7 +156,7 @@ def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
         mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *grads)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
     # Float32, three steps, through a division by a standard deviation.
-    helpers.assert_close(state.params, by_path(params), rtol=1e-4, atol=1e-5)
+    assert_close(state.params, by_path(params), rtol=1e-4, atol=1e-5)
     mean, variance = (np.asarray(state.model_state[f"norm.ema_state_index.{i}"]) for i in range(2))
     for found, x in zip((mean, variance), model_state.get(static.norm.ema_state_index), strict=True):
         np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-5)
@@ -174,7 +173,7 @@ def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
 
 
 def test_the_layout_of_the_pair_is_that_of_the_model():
-    mesh = helpers.mesh_of("2x2x2")
+    mesh = mesh_of("2x2x2")
     pair: Any = rx.init_model(MAKE, mesh, key=KEY)
     of_pair, of_model = rx.shard_rules(pair, mesh), rx.shard_rules(pair[0], mesh)
     assert of_pair[0].linear.weight.spec == of_model.linear.weight.spec != jax.P()

@@ -1,9 +1,8 @@
 """Steps under plain `jit`, `scan`, `vmap` and `grad`, under a set mesh, and of a batch from anywhere."""
 
 import dataclasses
-import functools
 import warnings
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -34,7 +33,7 @@ class Odd(eqx.Module):
         pair = (eqx.nn.Embedding(5, 4, key=keys[0]), eqx.nn.Linear(4, 5, key=keys[1]))
         self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
         self.activation = lambda x: x + x**2
-        self.gate = functools.partial(jax.nn.leaky_relu, negative_slope=0.3)
+        self.gate = partial(jax.nn.leaky_relu, negative_slope=0.3)
         self.count = jnp.arange(2)
 
     def __call__(self, token: Any) -> Any:
@@ -210,8 +209,7 @@ def test_a_loss_may_name_the_axes_of_the_mesh_that_is_set():
 
 
 def test_models_generate_and_their_layers_communicate():
-    explicit = jax.make_mesh((2, 4), ("dp", "tp"))
-    mesh = rx.make_mesh(mesh=explicit, names=("data", "tensor"))
+    mesh, explicit = contexts()["the same, Explicit"]
     config = models.GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=4)
     abstract = eqx.filter_eval_shape(lambda key: models.GPT2LMHeadModel(config, key=key), KEY)
     model, _ = helpers.place(helpers.filled(abstract, jnp.float32, 0), mesh)
@@ -241,7 +239,7 @@ def test_inside_a_shard_map_nothing_changes():
 OPTIMIZER = optax.sgd(0.1)
 
 
-@functools.cache
+@cache
 def subject(name: str) -> Any:
     """A mesh, a state on it, and steps, with a layout or without."""
     mesh = helpers.mesh_of(name)
@@ -265,7 +263,7 @@ def cost(function: Any, *arguments: Any, mesh: Any) -> tuple[float, dict[Any, in
     return analysis["flops"], sent, compiled
 
 
-@functools.cache
+@cache
 def alone(name: str) -> tuple[float, dict[Any, int], Any]:
     """The cost of one rx.train_step of a batch that is placed."""
     mesh, state, steps = subject(name)
@@ -371,9 +369,8 @@ def test_gradients_and_keys_pass_through():
 def test_rows_that_do_not_divide_are_warned_of_and_a_tail_is_not():
     _, state, steps = subject("data8")
     for step in (steps["train_step"], steps["eval_step"]):
-        with pytest.warns(
-            ShardingWarning, match="weight has 12 rows, which do not divide evenly over 8"
-        ) as seen:
+        message = "weight has 12 rows, which do not divide evenly over 8"
+        with pytest.warns(ShardingWarning, match=message) as seen:
             jax.jit(step).lower(state, mlp_batch(0, 12))
         assert len(seen) == 1
         for size in (16, 3):

@@ -61,9 +61,8 @@ def in_list(stack: Any, x: Any, layer: Any = layer) -> Any:
 
 
 scan_of_checkpoints = partial(in_scan, layer=jax.checkpoint(layer))
-list_of_checkpoints = partial(
-    in_list, layer=jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
-)
+nothing_saved = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+list_of_checkpoints = partial(in_list, layer=nothing_saved)
 
 
 def shared(w: Any, x: Any) -> Any:

@@ -113,9 +113,8 @@ def test_channels_that_are_split_stay_so():
 
 def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_line():
     def f(model: Any, x: Any) -> Any:
-        inside = jax.shard_map(
-            stem, mesh=ACROSS, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), axis_names={"tensor"}
-        )
+        specs: Any = {"in_specs": (jax.P(), jax.P()), "out_specs": jax.P()}
+        inside = jax.shard_map(stem, mesh=ACROSS, axis_names={"tensor"}, **specs)
         return jnp.mean(inside(model, x) ** 2)
 
     with pytest.raises(ValueError, match=r"test_mends\.py:\d+ \(.*stem\): a grouped convolution"):
@@ -172,12 +171,7 @@ def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
     mesh, rng = mesh_of("2x2x2"), np.random.default_rng(0)
     ids = rng.integers(0, 5, (16, 8)).astype(np.int32)  # many of each, and none of most rows
     signs = rng.choice([-1.0, 1.0], (16, 8, 8)).astype(np.float32)
-    specs = {
-        "0": jax.P("tensor"),
-        "1": jax.P(None, "tensor"),
-        "2": jax.P(("fsdp", "tensor")),
-        "3": jax.P("tensor", "fsdp"),
-    }
+    specs = (jax.P("tensor"), jax.P(None, "tensor"), jax.P(("fsdp", "tensor")), jax.P("tensor", "fsdp"))
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def one(total: Any, part: Any) -> Any:
@@ -195,7 +189,7 @@ def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
     expected = np.zeros((16, 8), np.float32)
     np.add.at(expected, ids, signs)
     ways = ("take", "index", "along")
-    shardings = {name: dict.fromkeys(ways, jax.NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    shardings = {str(i): dict.fromkeys(ways, jax.NamedSharding(mesh, spec)) for i, spec in enumerate(specs)}
     zeros = jax.tree.map(lambda _: np.zeros((16, 8), jnp.bfloat16), shardings)
     new = stepped(jax.device_put(zeros, shardings), (ids, signs), mesh, loss, UNIT_SGD, shardings=shardings)
     for path, x in new.state.params.items():

@@ -31,8 +31,7 @@ VALUES, WEIGHTS = RNG.integers(1, 1000, 200), RNG.integers(1, 9, 200)
 
 
 def make_state(mesh: Any) -> Any:
-    model = eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
-    model = eqx.tree_at(lambda m: m.weight, model, jnp.ones((1, 1)))
+    model = jax.tree.map(jnp.ones_like, eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0)))
     return rx.init_state(eqx.filter_shard(model, rx.shard_rules(model, mesh)), key=jax.random.key(1))
 
 
@@ -73,8 +72,7 @@ OF_VALUES: Any = {"collate_fn": collate, "loss_fn": loss_fn, "predict_fn": predi
 @st.composite
 def cases(draw: Any) -> tuple[str, int, int]:
     mesh = draw(st.sampled_from(sorted(tiny.MESHES)))
-    batch_size = SHARDS[mesh] * draw(st.integers(1, 40 // SHARDS[mesh]))
-    return mesh, draw(st.integers(1, 40)), batch_size
+    return mesh, draw(st.integers(1, 40)), SHARDS[mesh] * draw(st.integers(1, 40 // SHARDS[mesh]))
 
 
 @settings(max_examples=20, deadline=None)
@@ -183,28 +181,22 @@ def test_an_error_of_output_fn_says_for_which_example() -> None:
 # In `fit`
 
 
-class Metric:
-    """A `metric_fn` that remembers what it was given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], list[int]]] = []
-
-    def __call__(self, examples: Any, predictions: Any) -> Any:
-        ids = [examples[i]["id"] for i in range(len(examples))]
-        self.calls.append((ids, [int(p["id"]) for p in predictions]))
-        return {"size": len(examples), "jax": jnp.ones(()), "numpy": np.float32(2), "array": np.array(3)}
-
-
 def test_rows_of_evaluations_and_when_they_are_made() -> None:
     """Every fourth step, and at the end, of epochs that have examples of their own."""
-    rows, metric, examples = Rows(), Metric(), EXAMPLES[:11]
-    evaluation = rx.Evaluation(examples, every_steps=4, predict_fn=tiny.predict_fn, metric_fn=metric)
+    rows, calls, examples = Rows(), [], EXAMPLES[:11]
+
+    def metric_fn(examples: Any, predictions: Any) -> Any:
+        ids = [examples[i]["id"] for i in range(len(examples))]
+        calls.append((ids, [int(p["id"]) for p in predictions]))
+        return {"size": len(examples), "jax": jnp.ones(()), "numpy": np.float32(2), "array": np.array(3)}
+
+    evaluation = rx.Evaluation(examples, every_steps=4, predict_fn=tiny.predict_fn, metric_fn=metric_fn)
     by_epoch: Any = rx.Data(lambda epoch: EXAMPLES)
     found = counted(examples=by_epoch, prefetch=None, num_epochs=2, evaluation=evaluation, loggers=[rows])
     evaluations = rows.with_prefix("eval/")
     assert ([step for step, _ in evaluations], int(found.step)) == ([4, 8, 10], 10)
     # First the rehearsal, on one batch, and then always everything, in order.
-    assert metric.calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
+    assert calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
     for _, row in evaluations:
         assert row.keys() == {f"eval/{n}" for n in ("loss", "plain", "size", "jax", "numpy", "array")}
         assert (row["eval/size"], row["eval/jax"], row["eval/numpy"], row["eval/array"]) == (11, 1, 2, 3)
@@ -217,14 +209,11 @@ def test_rows_of_evaluations_and_when_they_are_made() -> None:
 
 
 def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once() -> None:
-    def fresh_loss(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(tiny.errors_of(model, batch))
-
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=lambda *x: tiny.predict_fn(*x))
     with compilations() as compiled:
-        found = tiny.fit(loss_fn=fresh_loss, num_epochs=3, evaluation=evaluation)
+        found = tiny.fit(loss_fn=lambda *x: tiny.scalar_loss(*x), num_epochs=3, evaluation=evaluation)
     assert (compiled.count(tiny.STEP), compiled.count(tiny.BODY)) == (2, 1)
-    assert_same(found, tiny.state_after(15, loss_fn=fresh_loss))
+    assert_same(found, tiny.state_after(15, loss_fn=tiny.scalar_loss))
 
 
 class Broken:
@@ -266,15 +255,14 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(RuntimeError, match="no repr"):
-        written([Broken(), Broken()], tmp_path)
+    raised(RuntimeError, written, [Broken(), Broken()], tmp_path, match="no repr")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_broken_fails_before_training() -> None:
     state = tiny.linear_state()
     for name in ("predict_fn", "metric_fn", "loss_fn"):
-        right = {"predict_fn": tiny.predict_fn, "metric_fn": Metric(), "loss_fn": tiny.loss_fn}
+        right = {"predict_fn": tiny.predict_fn, "metric_fn": lambda *_: {}, "loss_fn": tiny.loss_fn}
         evaluation: Any = rx.Evaluation(EXAMPLES, **{**right, name: lambda *_: tiny.fail()})
         with compilations() as compiled, pytest.raises(LookupError, match="mine") as caught:
             tiny.fit(state, num_epochs=1, evaluation=evaluation)

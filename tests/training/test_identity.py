@@ -90,8 +90,7 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_
     if is_alive:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(touch_on)
-            with pytest.raises(rx.errors.CheckpointError, match="process 1 on elsewhere is writing"):
-                Owner(tmp_path)
+            raised(rx.errors.CheckpointError, Owner, tmp_path, match="process 1 on elsewhere is writing")
             done.set()
     else:
         begin = time.monotonic()

@@ -193,9 +193,7 @@ def test_jsonl_rows(tmp_path: pathlib.Path) -> None:
 
 
 def test_jsonl_refuses_what_is_no_number(tmp_path: pathlib.Path) -> None:
-    wrong: Any = {"loss": np.zeros(2)}
-    with pytest.raises(TypeError):
-        JSONLLogger(tmp_path / "log.jsonl")(0, wrong)
+    tiny.raised(TypeError, JSONLLogger(tmp_path / "log.jsonl"), 0, {"loss": np.zeros(2)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,8 +242,7 @@ def test_tensorboard_loggers_of_one_second_keep_their_files(tmp_path: pathlib.Pa
 
 def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r'pip install "redco_eqx\[log\]"'):
-        TensorBoardLogger(tmp_path)
+    tiny.raised(ImportError, TensorBoardLogger, tmp_path, match=r'pip install "redco_eqx\[log\]"')
 
 
 # Terminal
