@@ -71,12 +71,6 @@ def raised(exception: Any, call: Any, *arguments: Any, match: str | None = None,
     return caught.value
 
 
-def assert_refused(call: Any, cases: Any) -> None:
-    """For each `(argument, message)`, the call with the argument is a `ValueError` with the message."""
-    for argument, message in cases:
-        raised(ValueError, call, argument, match=message)
-
-
 class Collate:
     """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts, or sends a signal."""
 

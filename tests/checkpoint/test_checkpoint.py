@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_refused, assert_same, bits, counting_step, full_disk, printed, raised, steps_in
+from fit_helpers import assert_same, bits, counting_step, full_disk, printed, raised, steps_in
 
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
@@ -386,12 +386,12 @@ def test_what_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
         # JSON would change them.
         *((functools.partial(save, tiny(0), extras=x), "extras must be plain JSON") for x in extras),
     ]
-    assert_refused(lambda call: call(), cases)
+    helpers.assert_refused(lambda call: call(), cases)
     assert rx.list_checkpoints(tmp_path) == []
 
 
 def test_an_address_is_no_directory() -> None:
-    raised(ValueError, rx.Checkpoints("gs://bucket/run").open, match="not a path of a file system")
+    raised(ValueError, rx.Checkpoints, "gs://bucket/run", match="not a path of a file system")
 
 
 def save_and_wait(writer: Any) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_refused, raised
-from helpers import KEY, compiled_step, cross_entropy, mlp_batch, squared_error, token_batch
+from fit_helpers import raised
+from helpers import KEY, assert_refused, compiled_step, cross_entropy, mlp_batch, squared_error, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_refused, compilations, fit, make_examples, paired, raised, scalar_loss
+from fit_helpers import compilations, fit, make_examples, paired, raised, scalar_loss
 from helpers import KEY, by_path, compiled_step, cross_entropy, in_long, mlp_batch, squared_error, token_batch
 from optax import contrib
 
@@ -152,7 +152,7 @@ def test_shardings_of_another_model_are_refused():
         partial(rx.eval_step, loss_fn=squared_error),
         partial(rx.predict_step, predict_fn=lambda model, batch, key: batch),
     ):
-        assert_refused(lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases)
+        helpers.assert_refused(lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases)
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import Normed, assert_identical, assert_refused, counting_step, paired, raised
-from helpers import KEY, assert_close, assert_same_layout, by_path, place
+from fit_helpers import Normed, assert_identical, counting_step, paired, raised
+from helpers import KEY, assert_close, assert_refused, assert_same_layout, by_path, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

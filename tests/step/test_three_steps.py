@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import Normed, assert_identical, assert_refused, compilations
-from helpers import KEY, assert_close, by_path, compiled_step, mesh_of
+from fit_helpers import Normed, assert_identical, compilations
+from helpers import KEY, assert_close, assert_refused, by_path, compiled_step, mesh_of
 
 import redco_eqx as rx
 

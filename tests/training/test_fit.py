@@ -103,8 +103,8 @@ def test_num_train_steps_is_what_fit_takes() -> None:
     for n, num_epochs in ((22, 3), (4, 1)):
         found = counted(examples=EXAMPLES[:n], num_epochs=num_epochs)
         assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
-    cases = (4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")
-    tiny.assert_refused(lambda size: rx.num_train_steps(3, batch_size=size, num_epochs=1), cases)
+    for size, message in ((4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")):
+        raised(ValueError, rx.num_train_steps, 3, batch_size=size, num_epochs=1, match=message)
 
 
 # Compiled once, and no waiting
