@@ -49,8 +49,7 @@ def only(found: Communication) -> Collective:
 @pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
 def test_kinds_axes_and_bytes(order: list[int]) -> None:
     """Devices are positions in the mesh: were they ids, groups would differ along other axes if mixed."""
-    devices = np.array(jax.devices())[order].reshape(2, 2, 2)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     ring, swap = [(i, (i + 1) % 4) for i in range(4)], [(0, 1), (1, 0)]
     transpose = partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True)
     cases: list[tuple[Any, Any, str, int, int]] = [
@@ -71,11 +70,8 @@ def test_kinds_axes_and_bytes(order: list[int]) -> None:
         assert (found.loops, found.count) == ((), 1)
 
 
-def test_parts_of_an_axis_and_axes_of_size_one() -> None:
+def test_axes_of_size_one() -> None:
     mesh = make_mesh(tensor=4)
-    program = compiled(lambda x: lax.psum(x, "tensor", axis_index_groups=[[0, 1], [2, 3]]), mesh)
-    found = only(communication(program, mesh))
-    assert (found.axes, found.group_size) == (("part of tensor",), 2)
     found = only(communication(compiled(lambda x: lax.psum(x, ("data", "fsdp")), mesh), mesh))
     assert found.axes == ("data",)
     found = communication(compiled(lambda x: lax.psum(x, "fsdp"), mesh), mesh)

@@ -80,8 +80,7 @@ STARTS: dict[str, tuple[tuple[str, ...], str]] = {
 
 def test_asynchronous_forms_count_once() -> None:
     for kind, (shapes, start) in STARTS.items():
-        text = module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)")
-        found = only(communication(text, CUBE))
+        found = only(communication(module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)"), CUBE))
         assert (found.kind, found.axes, found.shapes) == (kind, ("tensor",), shapes)
 
 

@@ -134,14 +134,6 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
     assert_identical(states[0].params, states[1].params)
 
 
-def test_concrete_and_abstract_arguments_are_alike():
-    model, batch = helpers.make_transformer(), helpers.token_batch(0)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    without = abstract(lambda key: helpers.make_transformer())
-    one, other = (decide(m, MESH, (), helpers.cross_entropy, x) for m, x in ((model, batch), (without, shapes)))
-    assert one == other
-
-
 def python_branch(model, batch, key):
     return squared(model, batch, key) if batch["x"].sum() > 0 else 0.0
 

@@ -80,9 +80,7 @@ def call(model: Any, inputs: dict[str, Any]) -> Any:
     return model(*(inputs[name] for name in first if name in inputs), **options)
 
 
-@eqx.filter_jit
-def _outputs(models: Any, inputs: Any) -> Any:
-    return [call(model, given) for model, given in zip(models, inputs, strict=True)]
+_outputs = eqx.filter_jit(lambda models, inputs: [call(*pair) for pair in zip(models, inputs, strict=True)])
 
 
 def outputs(*pairs: tuple[Any, Inputs]) -> list[np.ndarray]:

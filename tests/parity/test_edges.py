@@ -60,8 +60,7 @@ def test_configurations_made_here_open_there(model_type, tmp_path):
     made = config(**given)
     model = eqx.filter_jit(lambda key: kind(made, stacked=True, key=key))(jax.random.key(0))
     save_pretrained(model, tmp_path)
-    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    expected = torch_output(there, INPUTS)
+    expected = torch_output(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), INPUTS)
     (found,) = outputs((load_pretrained(tmp_path, stacked=True), INPUTS))
     assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
 

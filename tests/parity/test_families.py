@@ -35,6 +35,15 @@ def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
     np.testing.assert_allclose(compare.torch_output(again, given[0]), expected, rtol=1e-6, atol=1e-6)
 
 
+def assert_same_loss(there, expected, model, loss):
+    """And the same gradients of it."""
+    value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+    there.zero_grad()
+    expected.backward()
+    assert abs(float(value) / float(expected.detach()) - 1) <= compare.TOLERANCE
+    compare.assert_same_gradients(model, gradients, there)
+
+
 @pytest.mark.parametrize(
     ("name", "stacked", "remat"),
     [
@@ -60,13 +69,8 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
         picked = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         return -jnp.sum(picked * (labels >= 0)) / (labels >= 0).sum()
 
-    model = load_pretrained(directory(name), stacked=stacked, remat=remat)
-    value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
-    there.zero_grad()
     expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), torch.tensor(labels).flatten())
-    expected.backward()
-    assert abs(float(value) / float(expected.detach()) - 1) <= compare.TOLERANCE
-    compare.assert_same_gradients(model, gradients, there)
+    assert_same_loss(there, expected, load_pretrained(directory(name), stacked=stacked, remat=remat), loss)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -74,17 +78,12 @@ def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(name, di
     there, inputs = reference(name), compare.inputs_of(REFERENCES[name], REFERENCES[name].padding)
     given = {key: torch.tensor(x, dtype=torch.long) for key, x in inputs.items()}
     given["position_ids"] = (torch.cumsum(given["attention_mask"], dim=1) - 1).clamp(min=0)
-    there.zero_grad()
     expected = there(**given, output_router_logits=True).aux_loss
-    expected.backward()
 
     def balance(model):
         return model.hidden_states_and_balance(**jax.tree.map(jnp.asarray, inputs))[1]
 
-    model = load_pretrained(directory(name), stacked=True)
-    value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(balance))(model)
-    assert abs(float(value) / float(expected.detach()) - 1) <= compare.TOLERANCE
-    compare.assert_same_gradients(model, gradients, there)
+    assert_same_loss(there, expected, load_pretrained(directory(name), stacked=True), balance)
     assert any("gate.weight" in key for key, p in there.named_parameters() if p.grad is not None)
 
 

@@ -19,11 +19,8 @@ from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._families.registry import PARTS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+IMAGES = np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 12)).astype(np.float32)
 TOLERANCE = 1e-4  # of the standard deviation of what is compared
-
-
-def images() -> np.ndarray:
-    return np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 12)).astype(np.float32)
 
 
 def assert_near(found: Any, expected: Any) -> None:
@@ -66,18 +63,17 @@ def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat,
 
 @pytest.mark.parametrize("name", ["vae", "vae_bare"])
 def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, directory, reference):
-    there, pixels = reference(name), images()
-    latents = there.encode(torch.tensor(pixels)).latent_dist
+    there = reference(name)
+    latents = there.encode(torch.tensor(IMAGES)).latent_dist
     decoded = there.decode(latents.mean + 0.5 * latents.std).sample
-    loss = torch.mean((decoded - torch.tensor(pixels)) ** 2) + 1e-2 * latents.kl().mean()
+    loss = torch.mean((decoded - torch.tensor(IMAGES)) ** 2) + 1e-2 * latents.kl().mean()
     expected = latents.mean, latents.logvar, decoded
 
     def loss_fn(model):
-        mean, log_variance = model.encode(jnp.asarray(pixels))
+        mean, log_variance = model.encode(jnp.asarray(IMAGES))
         decoded = model.decode(mean + 0.5 * jnp.exp(0.5 * log_variance))
         kl = 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance, axis=(1, 2, 3))
-        loss = jnp.mean(jnp.square(decoded - pixels)) + 1e-2 * jnp.mean(kl)
-        return loss, (mean, log_variance, decoded)
+        return jnp.mean((decoded - IMAGES) ** 2) + 1e-2 * jnp.mean(kl), (mean, log_variance, decoded)
 
     assert_same(there, loss, expected, load_pretrained(directory(name)), loss_fn)
 
@@ -89,10 +85,10 @@ def test_the_variance_is_cut_as_in_diffusers(directory, tmp_path):
     save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((directory("vae") / "config.json").read_bytes())
     with torch.no_grad():
-        encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(torch.tensor(images()))
+        encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(torch.tensor(IMAGES))
     expected = encoded.latent_dist.logvar.numpy()
     assert (expected.min(), expected.max()) == (-30, 20)
-    _, found = eqx.filter_jit(lambda model, x: model.encode(x))(load_pretrained(tmp_path), images())
+    _, found = eqx.filter_jit(lambda model, x: model.encode(x))(load_pretrained(tmp_path), IMAGES)
     assert_near(found, expected)
 
 

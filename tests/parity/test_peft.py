@@ -30,8 +30,7 @@ def test_peft_opens_what_was_saved_here(directory, tmp_path):
         adapted,
     )  # fmt: skip
     save_lora(noisy, tmp_path)
-    there = peft.PeftModel.from_pretrained(LLAMA.make(), tmp_path).eval()
-    expected = torch_output(there, INPUTS)
+    expected = torch_output(peft.PeftModel.from_pretrained(LLAMA.make(), tmp_path).eval(), INPUTS)
     assert distance(torch_output(LLAMA.make(), INPUTS), expected, INPUTS) > 0.1, "the branches must matter"
     assert_same_logits(expected, noisy, merge_lora(noisy))
 

@@ -49,8 +49,7 @@ def torch_loader(epoch: int, kind: Any = torch.utils.data.DataLoader) -> Any:
 
 
 def mapped_filtered() -> Any:
-    found = part(0, num=40, buffer_size=None).map(lambda x: {"x": x["x"] + 1000})
-    return found.filter(lambda x: x["x"] % 3)
+    return part(0, num=40, buffer_size=None).map(lambda x: {"x": x["x"] + 1000}).filter(lambda x: x["x"] % 3)
 
 
 def interleaved() -> Any:
@@ -94,8 +93,7 @@ def _proof_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_goes_on_where_it_was_left(name: str) -> None:
     source, has_state = SOURCES[name]
     whole = taken(epochs_of(rx.Stream(source())), 12)
-    is_once = name == "grain iterator"
-    assert len(whole) == (7 if is_once else 12)
+    assert len(whole) == (7 if name == "grain iterator" else 12)
     length = next(i for i, (_, place) in enumerate(whole, 1) if place.batch == 0)
     assert len({x for batch, _ in whole[:length] for x in batch}) == 4 * length > 20
     for at in {3, 7, min(9, len(whole))}:
