@@ -106,7 +106,7 @@ def join(*parts: str) -> str:
 
 
 def path_of(keypath: KeyPath) -> str:
-    """A JAX key path as `layers.0.weight`."""
+    """Return a JAX key path in the form `layers.0.weight`."""
     return jax.tree_util.keystr(keypath, simple=True, separator=".")
 
 

@@ -25,11 +25,11 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
     chosen one.
 
     The bound holds for all layouts that split each parameter along at most one dim, split arrays that share an
-    index alike, and split the batch over the other axes. Only unavoidable bytes count: sums over devices of
-    products over a split dim, lookups in a split table, and gradients. The bound assumes that changes of layout
-    are free, and that split weights are used in their split. `merged` is that of [`total_bytes`][]. If the
-    chosen layout is not of this kind, only gradients count: in any layout, a device receives the gradient of
-    its part of a parameter.
+    index in the same way, and split the batch over the other axes. Only unavoidable bytes count: sums over
+    devices of products over a split dim, lookups in a split table, and gradients. The bound assumes that
+    changes of layout are free, and that split weights are used as they are split. `merged` has the same meaning
+    as in [`total_bytes`][]. If the chosen layout is not of this kind, only gradients count: in any layout, a
+    device receives the gradient of its part of a parameter.
     """
     costs, layout = analysis.costs, analysis.layout
     numbers = set(layout.values())

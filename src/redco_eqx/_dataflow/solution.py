@@ -160,7 +160,7 @@ class _Search:
     def flow(
         self, operation: Operation, value: Value, ends: Sequence[tuple[State, bool, int]], *, is_operand: bool
     ) -> None:
-        """Add the flows between the states of a value and the strategies that take or give these states."""
+        """Add the flows between the states of a value and the strategies that consume or produce these."""
         states = self.states_of(value)
         if not states:
             return

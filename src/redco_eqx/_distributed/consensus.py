@@ -61,7 +61,7 @@ def on_first(act: Callable[[], object]) -> None:
 
 
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
-    """Return `load()`. If it raises `failure` on one process, it is raised on every process.
+    """Return `load()`. If the call raises `failure` on one process, the error is raised on every process.
 
     If `failure` is `Exception`, the other processes raise a `RuntimeError`.
     """

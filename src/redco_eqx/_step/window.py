@@ -20,10 +20,10 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
-    """Make a step that skips updates that are not finite. In that case, only `step` in the state advances.
+    """Make a step that skips updates that are not finite. When it skips one, only `step` in the state advances.
 
     The metrics get an additional entry, `"skipped"`, which is a mean of 0s and 1s. The step is pure, and
-    needs no synchronisation. Use it in your own loop. In that situation, [`fit`][] ends the run with a
+    needs no synchronisation. Use it in your own loop. [`fit`][], by contrast, ends the run with a
     `NonFiniteError`.
 
     ```python
@@ -35,7 +35,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 
     **Arguments:** `step_fn`: `(state, batch) -> (state, metrics)`, such as `partial(train_step, ...)`.
 
-    **Returns:** A function like `step_fn`. If `loss` or `grad_norm` of the metrics is NaN or infinite, only the
+    **Returns:** A function like `step_fn`. If `loss` or `grad_norm` in the metrics is NaN or infinite, only the
     `step` of the state changes.
 
     Raises `ValueError` while tracing if the metrics are not a dict of scalars with a `"loss"`, or if the step

@@ -255,7 +255,7 @@ class Training:
         return program
 
     def _catch_up(self, num_ahead: int = 0) -> None:
-        """Wait until at most `num_ahead` steps may be unfinished, and report the rows of the finished ones.
+        """Wait until at most `num_ahead` steps are unfinished, and report the rows of the finished ones.
 
         Raises `NonFiniteError` for the first step that was not finite, while its batch is still available.
         """

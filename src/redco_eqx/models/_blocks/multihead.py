@@ -92,7 +92,7 @@ class SelfAttention(HeadsAttention):
 
 
 class Dense(eqx.Module):
-    """A Linear under its name in files."""
+    """A Linear layer, under the name that it has in model files."""
 
     dense: Linear
 

@@ -303,7 +303,7 @@ class OPTDecoder(eqx.Module):
 
 
 class OPTModel(eqx.Module):
-    """The decoder, under its name in files."""
+    """The decoder, under the name that it has in model files."""
 
     decoder: OPTDecoder
 

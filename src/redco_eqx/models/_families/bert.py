@@ -218,7 +218,7 @@ class BertPredictions(eqx.Module):
 
 
 class BertHeads(eqx.Module):
-    """The head over the vocabulary, under its name in files."""
+    """The head over the vocabulary, under the name that it has in model files."""
 
     predictions: BertPredictions
 

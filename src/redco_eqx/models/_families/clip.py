@@ -102,7 +102,7 @@ class CLIPEncoder(eqx.Module):
 
 
 class CLIPTextTransformer(eqx.Module):
-    """The whole text encoder, under its name in files."""
+    """The whole text encoder, under the name that it has in model files."""
 
     embeddings: CLIPTextEmbeddings
     encoder: CLIPEncoder

@@ -59,7 +59,7 @@ class PatchProjection(eqx.Module):
 
 
 class ViTPatches(eqx.Module):
-    """The projection of patches, under its name in files."""
+    """The patch projection, under the name that it has in model files."""
 
     projection: PatchProjection
 

@@ -92,7 +92,7 @@ def _key(path: str, model: Model) -> str:
 
 
 def _joined(path: str, model: Model) -> tuple[str, list[str]]:
-    """Return the path in files, and the paths of all arrays that are joined under it; none if it is alone."""
+    """Return the path in files, and the paths of all arrays that are joined under it, if there are any."""
     outer, _, kind = path.rpartition(".")
     outer, _, own = outer.rpartition(".")
     for name, parts in model.config.joined.items():
