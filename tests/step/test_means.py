@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import raised
 from helpers import KEY, assert_refused, compiled_step, cross_entropy, mlp_batch, squared_error, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,13 +231,12 @@ def test_a_number_of_microbatches_that_does_not_divide_is_refused():
     model, shardings = helpers.place({"w": jnp.ones(3)}, rx.make_mesh())
     state = rx.init_state(model, SGD, key=KEY)
     batch = {"x": np.ones((8, 3), np.float32), "weight": np.ones(8, np.float32)}
-    step = partial(rx.train_step, loss_fn=linear_loss, optimizer=SGD)
+    step = partial(rx.train_step, state, loss_fn=linear_loss, optimizer=SGD)
     shared: Any = ({"shared": np.ones(4, np.float32)}, {"shared": np.float32(1)})
-    for number, layout, more, message in (
+    cases = (
         *((number, None, {}, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
         (2, shardings, {}, "weight has 8 rows, which do not divide into 2 microbatches on 8"),
         (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
         (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
-    ):
-        run = partial(step, num_microbatches=number, shardings=layout)
-        raised(ValueError, run, state, {**batch, **more}, match=message)
+    )
+    assert_refused(lambda n, layout, more: step({**batch, **more}, num_microbatches=n, shardings=layout), cases)

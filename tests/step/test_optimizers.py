@@ -138,12 +138,11 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(subject, mesh_nam
 def test_shardings_of_another_model_are_refused():
     model = eqx.nn.MLP(64, 64, 31, 1, key=KEY)
     mesh = helpers.mesh_of("2x2x2")
-    other = rx.shard_rules({"mlp": model}, mesh)
     shapes = (eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY) for sizes in ((31, 2), (128, 1)))
     deeper, wider = (rx.shard_rules(shape, mesh) for shape in shapes)
     state = rx.init_state(model, optax.sgd(1.0), key=KEY)
     cases = (
-        (other, r"shardings has no NamedSharding for layers\.0\.weight"),
+        (rx.shard_rules({"mlp": model}, mesh), r"shardings has no NamedSharding for layers\.0\.weight"),
         (deeper, r"shardings has layers\.2\.weight, layers\.2\.bias, but the state has no such array"),
         (wider, r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 does not divide into 2 parts"),
     )

@@ -265,8 +265,7 @@ def test_keys():
     state = init_state({"a": jnp.ones(1)}, key=jax.random.PRNGKey(7))
     assert state.key.dtype == KEY.dtype
     assert_identical(state.key, jax.random.key(7))
-    wrong: list[Any] = [jnp.ones(2), np.zeros(2, np.uint32), jax.random.split(KEY), np.zeros((2, 2), np.uint32)]
-    for key in wrong:
+    for key in (jnp.ones(2), np.zeros(2, np.uint32), jax.random.split(KEY), np.zeros((2, 2), np.uint32)):
         raised(Exception, init_state, {"a": jnp.ones(1)}, key=key, match="key")
 
 
