@@ -326,9 +326,9 @@ def context_of(*trees: Any) -> Iterator[None]:
         unset: Any = jax.set_mesh(None)
     except ValueError:
         raise ValueError(
-            f"this jit runs under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies on "
-            f"one with axes {dict(mesh.shape)}. Call jit_step in place of jax.jit, or call the jitted function "
-            "outside of that jax.set_mesh."
+            f"this jit runs under jax.set_mesh with a mesh whose axes are {dict(found.shape)}, but the state "
+            f"lies on one whose axes are {dict(mesh.shape)}. Call jit_step in place of jax.jit, or call the "
+            "jitted function outside of that jax.set_mesh."
         ) from None
     with unset:
         yield

@@ -132,7 +132,7 @@ class Saver:
         self._saved = _saved(run)
 
     def check(self) -> None:
-        """Raise `CheckpointError` if a save has failed. With many processes, the next save raises it."""
+        """Raise `CheckpointError` if a save has failed. With multiple processes, the next save raises it."""
         if jax.process_count() == 1:
             self._writer.check()
 

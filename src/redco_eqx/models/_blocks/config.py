@@ -166,7 +166,7 @@ class BaseConfig(Entries):
 
     @property
     def window(self) -> int | None:
-        """The number of tokens that a token can attend to, itself and those before it; `None` for no limit."""
+        """The number of tokens that a token can attend to, up to and including itself; `None` for no limit."""
         return self.entry("sliding_window", None)
 
     @property

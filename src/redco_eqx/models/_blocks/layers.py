@@ -43,7 +43,7 @@ class Linear(eqx.Module):
 
 
 def make_linears(key: Key, *sizes: tuple[int, int], use_bias: bool = True, std: float) -> list[Linear]:
-    """Return a Linear for each pair of sizes: the features in, and those out."""
+    """Return a Linear for each pair of sizes: the number of input features, and of output features."""
     keys = jax.random.split(key, len(sizes))
     return [Linear(*pair, use_bias=use_bias, std=std, key=key) for pair, key in zip(sizes, keys)]
 

@@ -113,9 +113,9 @@ class TimeEmbedding(eqx.Module):
 
 
 class ResnetBlock(eqx.Module):
-    """Two convolutions, each after a norm and a nonlinearity, with the time added between them.
+    """Two convolutions, each after a norm and a nonlinearity, with the time embedding added between them.
 
-    - `time_emb_proj`: `None` without a time, as in an autoencoder.
+    - `time_emb_proj`: `None` if there is no time embedding, as in an autoencoder.
     - `conv_shortcut`: `None` if the number of channels does not change.
     """
 

@@ -162,7 +162,8 @@ class Scheduler(Entries, abc.ABC):
     def target(
         self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
     ) -> Float[Array, "b *dims"]:
-        """Return the target of the model for `add_noise` of the same arguments, by `prediction_type`.
+        """Return the target of the model for `add_noise` with the same arguments, according to
+        `prediction_type`.
 
         `v_prediction` is `sqrt(a) noise - sqrt(1 - a) clean` (Salimans and Ho 2022, section 4).
         """

@@ -101,7 +101,7 @@ class Phi3Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig):
-    """SmolLM3 (Hugging Face 2025), 3B: every fourth layer has no positions (Yang et al. 2025).
+    """SmolLM3 (Hugging Face 2025), 3B: every fourth layer has no position embeddings (Yang et al. 2025).
 
     - `no_rope_layers`: for each layer, 1 if it **has** rotary positions, 0 if not. By default, all layers have
         them except every `no_rope_layer_interval`-th.

@@ -38,7 +38,7 @@ _PART = re.compile(
 
 
 def single(stem: str) -> str:
-    """Return the name of weights in one file."""
+    """Return the file name for weights that are stored in a single file."""
     return f"{stem}.safetensors"
 
 

@@ -86,10 +86,10 @@ def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: R
 
 
 def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules) -> Search:
-    """Add one token, by the logits after each beam.
+    """Add one token, based on the logits after each beam.
 
-    The `num_beams` most probable continuations that do not end are the next beams. Continuations that end are
-    compared with the complete texts so far, if they are among the `num_beams` most probable of all.
+    The `num_beams` most probable continuations that do not end become the next beams. Continuations that end
+    are compared with the complete texts so far, if they are among the `num_beams` most probable of all.
     """
     candidates, is_end = _continued(search.step, search.beams, logits, rules)
     step = search.step + 1

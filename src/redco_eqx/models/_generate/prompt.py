@@ -123,7 +123,7 @@ def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: T
 
 
 def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
-    """Return the token before the first one, in each row."""
+    """Return, for each row, the token that precedes the first one."""
     start = model.config.decoder_start_token_id
     if start is None:
         raise ValueError(
