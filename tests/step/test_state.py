@@ -1,9 +1,5 @@
-"""`TrainState`, `init_state`, `init_model`; and `Structure`: equality by definition."""
+"""`TrainState`, `init_state`, and `init_model`."""
 
-import contextlib
-import dataclasses
-import functools
-import math
 from typing import Any
 
 import equinox as eqx
@@ -14,12 +10,9 @@ import optax
 import pytest
 from fit_helpers import Normed, assert_identical, counting_step, paired, raised
 from helpers import KEY, assert_close, assert_refused, assert_same_layout, by_path, place
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from redco_eqx import TrainState, init_model, init_state, make_mesh, shard_rules, to_arrays
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx._step.state import Structure, check_static
 
 ADAM = optax.adam(1e-3)
 
@@ -294,166 +287,3 @@ def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):
     del born
     jax.block_until_ready(make(KEY))
     assert max(found) >= 4
-
-
-# `Structure`, and `check_static`.
-
-ONES = jnp.ones(2)
-
-
-class Holder(eqx.Module):
-    """A value as a leaf, and one as a static field, around an array."""
-
-    leaf: Any
-    weight: Any
-    static: Any = eqx.field(static=True, default=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    rate: Any
-    name: str = "relu"
-
-
-@dataclasses.dataclass
-class Owner:
-    """Compares by value, cannot be hashed."""
-
-    size: int = 1
-
-
-def hold(x: Any) -> list[Structure]:
-    """`x` at the places where a value that is no array can be."""
-    places = [Structure(Holder(x, ONES)), Structure([x, {"x": (x,)}])]
-    with contextlib.suppress(TypeError):
-        hash(x)
-        places.append(Structure(Holder(None, ONES, x)))
-    return places
-
-
-def activation(scale: float, x: Any) -> Any:
-    return scale * x
-
-
-def scale_by(factor: Any) -> Any:
-    return lambda x: factor * x
-
-
-def recursive(depth: int) -> Any:
-    def f(n: int) -> int:
-        return depth if n == 0 else f(n - 1)
-
-    return f
-
-
-def nested(factor: float) -> Any:
-    inner = scale_by(factor)
-    return lambda x: inner(inner(x))
-
-
-# Each builds a value that is equal in meaning to any other that it builds.
-BUILDERS: dict[str, Any] = {
-    "lambda": lambda: lambda x: x + 1,
-    "closure over a closure": lambda: nested(2.0),
-    "closure over NaN": lambda: scale_by(float("nan")),
-    "closure over a module without arrays": lambda: scale_by(Holder(None, None, 3)),
-    "recursive function": lambda: recursive(1),
-    "partial with keywords": lambda: functools.partial(activation, scale=0.5),
-    "jax partial": lambda: jax.tree_util.Partial(activation, 0.5),
-    "method": lambda: Config(1).__repr__,
-    "vmapped lambda": lambda: jax.vmap(lambda x: x + 1),
-    "config with NaN": lambda: Config(float("nan")),
-    "frozenset": lambda: frozenset({1, (2, "a")}),
-    "unhashable object": lambda: Owner(),
-}
-
-
-def test_built_alike_is_equal():
-    for name, build in BUILDERS.items():
-        for first, second in zip(hold(build()), hold(build()), strict=True):
-            assert first == second, name
-            assert hash(first) == hash(second), name
-
-
-# Pairs that Python, or a comparison that is not careful, takes for equal.
-DIFFERENT: dict[str, tuple[Any, Any]] = {
-    "in a frozenset": (frozenset({1}), frozenset({1.0})),
-    "lambdas with int and float": (lambda x: x + 1, lambda x: x + 1.0),
-    "lambdas that call others": (lambda x: jnp.sin(x), lambda x: jnp.cos(x)),
-    "closures over closures": (nested(1.0), nested(2.0)),
-    "closures over modules without arrays": (scale_by(Holder(None, 1)), scale_by(Holder(None, 1.0))),
-    "recursive functions": (recursive(1), recursive(2)),
-    "partials int and bool": (functools.partial(activation, 1), functools.partial(activation, True)),
-    "partials by keyword": (functools.partial(activation, 1), functools.partial(activation, scale=1)),
-    "methods int and float": (Config(1).__repr__, Config(1.0).__repr__),
-    "dtypes": (np.dtype("float32"), np.dtype("float64")),
-    "ufuncs": (np.sin, np.cos),
-    "sentinels": (object(), object()),
-    "unhashable objects": (Owner(1), Owner(2)),
-    "arrays closed over": (scale_by(ONES), scale_by(jnp.ones(2))),
-}
-
-
-def test_defined_differently_is_unequal_and_equal_to_itself():
-    for name, (first, second) in DIFFERENT.items():
-        for one, two in zip(hold(first), hold(second)):
-            assert one != two, name
-        for one, again in zip(hold(first), hold(first), strict=True):
-            assert one == again, name
-
-
-def test_arrays_do_not_take_part_but_the_tree_does():
-    assert Structure(Holder(1, ONES)) == Structure(Holder(1, np.zeros((3, 3), np.int8)))
-    assert Structure(Holder(1, ONES)) == Structure(Holder(1, jax.ShapeDtypeStruct((2,), jnp.int32)))
-    for other in (Holder(1, None), Holder(ONES, 1), [1, ONES]):
-        assert Structure(Holder(1, ONES)) != Structure(other)
-    assert Structure(1) != 1
-
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 2),
-    st.sampled_from([0.0, -0.0, 1.0, 2.0, math.nan, math.inf]),
-    st.sampled_from([0j, 1 + 0j, complex(math.nan, 0)]),
-    st.text("ab", max_size=1),
-    st.binary(max_size=1),
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.lists(inner, max_size=2).map(tuple)
-        | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
-    ),
-    max_leaves=5,
-)
-
-
-def spelled(x: Any) -> str:
-    """An independent account of a value: how Python writes it down, dicts in order."""
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{key!r}: {spelled(x[key])}" for key in sorted(x)) + "}"
-    if isinstance(x, list | tuple):
-        return f"{type(x).__name__}({', '.join(spelled(item) for item in x)})"
-    return repr(x)
-
-
-@settings(deadline=None, max_examples=200)
-@given(VALUES, VALUES)
-def test_equal_where_python_spells_them_alike(first, second):
-    for one, two in zip(hold(first), hold(second)):
-        assert (one == two) == (spelled(first) == spelled(second))
-        assert one != two or hash(one) == hash(two)
-
-
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-def test_a_static_field_that_is_an_array_or_unhashable_is_refused_by_path():
-    for value in (np.ones(2), (1, np.ones(2)), ONES, eqx.nn.Linear(2, 2, key=KEY)):
-        message, tree = r"layers\.1\.static is a static field that holds an array", [1, Holder(1, ONES, value)]
-        raised(ValueError, check_static, {"layers": tree}, match=message)
-    for value in ([1, 2], {"a": 1}, (1, [2])):
-        with pytest.raises(ValueError, match=rf"0\.static is a static field of type {type(value).__name__}"):
-            init_state([Holder(1, ONES, value)], key=KEY)
-    for value in (1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")):
-        check_static([Holder(1, ONES, value)])
