@@ -51,8 +51,8 @@ TESTS = {
     "_distributed": ["tests/distributed", "tests/training"],
     "_parallel": ["tests/parallel", "tests/models"],
     "_planning": ["tests/planning"],
-    "_sharding": ["tests/sharding"],
-    "_step": ["tests/step", "tests/traced", "tests/kept"],
+    "_sharding": ["tests/sharding", "tests/dataflow"],
+    "_step": ["tests/step", "tests/traced", "tests/kept", "tests/dataflow", "tests/training"],
     "_training": ["tests/training"],
 }
 

@@ -218,6 +218,14 @@ def test_what_is_equal_passes(processes, order):
         opened[process].exchange()
 
 
+def test_a_batch_like_the_one_before_in_its_stream_adds_no_entry(processes):
+    streams = [open_stream(processes, 0) for _ in range(2)]
+    for index in range(3):
+        for stream in streams:
+            stream.add(index, batch(4, 3))
+    assert processes[0].add("fit", {}) == 4  # after two calls, and the shapes of each
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("odd", [0, 1])  # the first, and another
 def test_another_call_is_named(processes, order, odd):

@@ -179,6 +179,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_named_target_has_the_memory_and_the_speeds_of_its_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redco_eqx._planning.targets._topology", lambda name: tuple(jax.devices()))
     for name, chip in {**GPUS, **TPUS}.items():
+        assert 8 * 2**30 <= chip.memory <= 141 * 10**9
         assert find_target(f"{name}:{'2x4' if name in TPUS else '8'}").chip == chip
     found = plan(target="v5e:2x4", bytes_per_device=None, mesh={"data": 8})
     assert found.capacity == int(15.75 * 2**30 * 0.95)
