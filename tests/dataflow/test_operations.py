@@ -142,3 +142,18 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
     found = rx.explain(model, MESH, loss_fn=loss, batch=batch)
     compiled = compiled_bytes(model, loss, batch, specs, DEVICES)
     assert sent(found, specs).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
+
+
+def test_a_split_beside_a_transformed_dim_is_charged():
+    """The steps keep the operand of an FFT whole over `tensor`, so a split weight is gathered."""
+
+    def bytes_of(transform):
+        def loss(model, batch, key):
+            return jnp.mean((batch @ transform(model["w"])) ** 2)
+
+        model, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (8, 64)))
+        split = {"loss_fn": loss, "batch": batch, "overrides": [("w", P("tensor"))]}
+        return sent(rx.explain({"w": model}, MESH, **split)).num_bytes_unmerged
+
+    gathered = 3 / 4 * 64 * 16 * 8  # of complex64
+    assert bytes_of(lambda w: jnp.fft.fft(w).real) >= bytes_of(lambda w: w) + gathered

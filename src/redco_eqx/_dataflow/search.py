@@ -218,8 +218,7 @@ class Sent:
             number = self._splits.pop(id(value), None)
             if number is not None:
                 split = self._costs.splits[number]
-                sizes = [(event, self._costs.caused(split, event)) for event in step.events]
-                self.events += [(event, size) for event, size in sizes if size > 0]
+                self.events += [(e, size) for e in step.events if (size := self._costs.caused(split, e)) > 0]
 
     def _through(self, step: Step, number: int) -> tuple[float, list[tuple[Event, float]], float, list[Value]]:
         """Price an operation in this split.

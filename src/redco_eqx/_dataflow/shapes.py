@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
-from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
+from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, resolve, unify
 from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
 # Operations that are elementwise, act along one dim, or are of unknown kind.
@@ -95,7 +95,9 @@ def fft(walk: Walk, operands: list[Value]) -> Results:
     """An FFT. All dims except the batch are whole on each device, because the compiler would otherwise fail."""
     (operand,) = operands
     kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
-    walk.event("whole", operand.dims[1:] if kept else operand.dims, operand)
+    # The steps split only the leading dim, over the batch axes. If it is not pinned, `tensor` might split it.
+    is_batch = any(atom.pin for dim in kept[:1] for atom in resolve(dim))
+    walk.event("whole", operand.dims[is_batch:], operand)
     return [[*kept, *new_dims(walk.after[0][len(kept) :])]]
 
 
