@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 
-from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
@@ -68,21 +68,22 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
 
     Raises `ValueError` as `guarded` does, and the errors of the user's functions.
     """
-    step = functools.partial(train_step, **options, shardings=layout_of(state))
-    program = trace(guarded(step), state, batch, np.ones((), bool))
+    step = jax.jit(guarded(functools.partial(train_step, **options, shardings=layout_of(state))))
     everywhere = replicated(state_mesh(state))
-    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program.shapes[1]))
+    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of the same types.
+    trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(trace.out_info[1]))
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
+    body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
     digest = ""
     if jax.process_count() > 1:  # addresses in memory, which differ between processes, are removed
         text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return TrainProgram(lowered.compile(), window, digest, peak_seconds(program, state_mesh(state).devices))
+    return TrainProgram(lowered.compile(), window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices))
 
 
-def peak_seconds(program: Program, devices: np.ndarray) -> float:
+def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
     """Compute the time that the products of a program (without recomputed ones) would take at the peak speed
     of the devices; 0 if that is not known."""
     if devices.flat[0].platform == "cpu":
@@ -91,7 +92,7 @@ def peak_seconds(program: Program, devices: np.ndarray) -> float:
     from redco_eqx._planning.targets import chip_of
 
     chip = chip_of(devices.flat[0])
-    return num_flops(program.closed.jaxpr, recomputed=False) / (chip.flops * devices.size) if chip else 0.0
+    return num_flops(program.jaxpr, recomputed=False) / (chip.flops * devices.size) if chip else 0.0
 
 
 # The loop.
