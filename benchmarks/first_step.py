@@ -5,8 +5,9 @@
 Models of 24 layers at width 64, on 8 virtual devices (data 2 x tensor 4). Each measurement has a separate
 process. "ours" is what `fit` does before its first step: the layout from the traced program, the compiled step,
 and the line that says what it sends. "plain" traces, lowers and compiles `jax.jit` of the same loss, its
-gradient and AdamW, on arrays with the same layout, and donates them. Neither includes imports, the birth of the
-model, or a step.
+gradient and AdamW, on arrays with the same layout, and donates them. "checked" is "plain" with two things that
+a step of `fit` computes as well: the norm of the gradient, and the old state if loss or norm are not finite.
+None includes imports, the birth of the model, or a step.
 
 With `--cache`, both sides run twice with one cache of compiled programs: seconds of wall time from the start of
 the process to the end of the first step, without the cache's programs and with them.
@@ -25,12 +26,14 @@ from collections.abc import Callable
 from typing import Any
 
 MODELS = ("LLaMA, list", "LLaMA, stacked", "quickstart, list")
+COLUMNS = ("layout", "step", "cost line", "plain", "checked", "ours/plain", "ours/checked")
 
 
 def measured(name: str, side: str) -> dict[str, float]:
     """Return the processor seconds of each phase."""
     import equinox as eqx
     import jax
+    import jax.numpy as jnp
     import numpy as np
     import optax
     from workloads import Sizes, family_case, quickstart
@@ -84,8 +87,13 @@ def measured(name: str, side: str) -> dict[str, float]:
             return loss_fn(eqx.combine(params, static), batch, jax.random.key(0)).value
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        if side == "plain":
+            return *new, loss
+        norm = optax.tree.norm(grads)
+        ok = jnp.isfinite(loss) & jnp.isfinite(norm)
+        return *jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, (params, opt_state)), (loss, norm)
 
     opt_state = optimizer.init(params)
     compiled = phase("step", lambda: step.trace(params, opt_state, batch).lower().compile())
@@ -108,6 +116,14 @@ def in_process(name: str, side: str, cache: str = "") -> dict[str, float]:
     return {**json.loads(output.splitlines()[-1]), "wall": time.perf_counter() - began}
 
 
+def one_round(name: str) -> dict[str, float]:
+    """Measure each side once."""
+    ours, plain, checked = (in_process(name, side) for side in ("ours", "plain", "checked"))
+    total = sum(ours[phase] for phase in COLUMNS[:3])
+    others = {"plain": plain["step"], "checked": checked["step"]}
+    return {**ours, **others, "ours/plain": total / plain["step"], "ours/checked": total / checked["step"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
@@ -124,15 +140,11 @@ def main() -> None:
                     first, second = (in_process(name, side, cache)["wall"] for _ in range(2))
                 print(f"{name:<20}{side:<8}{first:>8.1f}{second:>8.1f}{second / first:>8.2f}", flush=True)
     else:
-        print(f"{'model':<20}{'layout':>8}{'step':>8}{'cost line':>11}{'plain step':>12}{'ratio':>8}")
+        print(f"{'model':<20}" + "".join(f"{name:>{len(name) + 3}}" for name in COLUMNS))
         for name in MODELS:
-            pairs = [(in_process(name, "ours"), in_process(name, "plain")) for _ in range(args.rounds)]
-            phases = ("layout", "step", "cost line")
-            ours = [statistics.median(pair[0][phase] for pair in pairs) for phase in phases]
-            ratio = statistics.median(sum(a[x] for x in phases) / b["step"] for a, b in pairs)
-            plain = statistics.median(pair[1]["step"] for pair in pairs)
-            row = "".join(f"{x:>{width}.2f}" for x, width in zip([*ours, plain, ratio], (8, 8, 11, 12, 8)))
-            print(f"{name:<20}{row}", flush=True)
+            rounds = [one_round(name) for _ in range(args.rounds)]
+            row = {column: statistics.median(one[column] for one in rounds) for column in COLUMNS}
+            print(f"{name:<20}" + "".join(f"{x:>{len(n) + 3}.2f}" for n, x in row.items()), flush=True)
 
 
 if __name__ == "__main__":
