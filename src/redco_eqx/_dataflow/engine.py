@@ -248,6 +248,7 @@ def weigh(
     """
     walk = walk_through(traced)
 
+    @functools.cache
     def held_of(leaf: int, dim: int | None) -> float:
         value = walk.parameters[leaf]
         if held is None:

@@ -306,15 +306,14 @@ def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | Non
     Return `None` if the layout splits a dimension whose factors do not divide evenly, because the amount of
     communication is then unknown.
     """
-    chosen = [(leaf, dim) for leaf, dim in dims.items() if dim is not None]
-    fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in chosen) for split in costs.splits]
-    found: SplitOfEach = {}
-    for leaf, dim in chosen:
-        numbers = [split.number for split in costs.splits if split.leaves.get(leaf) == dim]
-        if not numbers:
-            return None
-        found[leaf] = max(numbers, key=lambda n: fitting[n])
-    return found
+    fitting = [[leaf for leaf, dim in split.leaves.items() if dims.get(leaf) == dim] for split in costs.splits]
+    numbers: dict[int, list[int]] = {leaf: [] for leaf, dim in dims.items() if dim is not None}
+    for number, leaves in enumerate(fitting):
+        for leaf in leaves:
+            numbers[leaf].append(number)
+    if not all(numbers.values()):
+        return None
+    return {leaf: max(options, key=lambda n: len(fitting[n])) for leaf, options in numbers.items()}
 
 
 def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
@@ -370,8 +369,7 @@ def _climb(
     best = judge(layout) if changes else 0.0
     for change in changes:
         changed = {leaf: n for leaf, n in {**layout, **change}.items() if n is not None}
-        found = judge(changed)
-        if found > best + 1e-3 * abs(best):
+        if changed != layout and (found := judge(changed)) > best + 1e-3 * abs(best):
             layout, best = changed, found
     return layout
 

@@ -5,6 +5,7 @@ split is a set of leading atoms of parameter dims that can lie over an axis toge
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -348,14 +349,16 @@ class Leads:
                 self._of_border.setdefault((border, split.atoms[0]), []).append(split.number)
         leading = [leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows]
         self._batch = {atom for atoms in leading for atom in atoms}
+        # After the walk, a dim no longer changes.
+        self._atoms, self._of_dim = functools.cache(resolve), functools.cache(self._of_one)
+
+    def _of_one(self, dim: Dim) -> list[int]:
+        atoms = self._atoms(dim)
+        return [*self.of_atom.get(atoms[0], ()), *self._of_border.get(atoms[:2], ())]
 
     def of(self, dims: Iterable[Dim]) -> list[int]:
         """The indices of the splits that lead one of `dims`, either evenly or in whole pieces."""
-        found: dict[int, None] = {}
-        for atoms in filter(None, map(resolve, dims)):
-            found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
-            found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))
-        return list(found)
+        return list(dict.fromkeys(n for dim in dims if dim for n in self._of_dim(dim)))
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:
         """The indices of the splits that an array with these dims can have with all their atoms."""
@@ -364,7 +367,7 @@ class Leads:
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
         """Count the pieces that an even split of one of `dims` crosses."""
         for dim in dims:
-            atoms = resolve(dim)
+            atoms = self._atoms(dim)
             if len(atoms) > 1 and atoms[0] in split.borders and atoms[1] is split.atoms[0]:
                 return atoms[0].size
         return 0
@@ -373,7 +376,7 @@ class Leads:
         """True if all atoms of the split are still in front of `dims`, which can then be split as before."""
         left = list(split.atoms)
         for dim in dims:
-            for atom in resolve(dim):
+            for atom in self._atoms(dim):
                 if atom not in left:
                     break
                 left.remove(atom)
@@ -384,10 +387,10 @@ class Leads:
         return self.has_batch(event.dims) and not self.has_batch(event.unless)
 
     def has_batch(self, dims: Iterable[Dim]) -> bool:
-        return any(resolve(dim)[0] in self._batch for dim in dims if dim)
+        return any(self._atoms(dim)[0] in self._batch for dim in dims if dim)
 
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
         """The indices of the splits that lead two dims with the same atom."""
         found = [(n, dim) for dim in dims for n in self.of([dim])]
-        leads = [(n, resolve(dim)[bool(self.num_pieces(self.splits[n], [dim]))]) for n, dim in found]
+        leads = [(n, self._atoms(dim)[bool(self.num_pieces(self.splits[n], [dim]))]) for n, dim in found]
         return list(dict.fromkeys(pair[0] for i, pair in enumerate(leads) if pair in leads[:i]))
