@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from quickstart import Transformer
 
 import redco_eqx as rx
+from redco_eqx._dataflow import search, solution
 from redco_eqx._dataflow.choice import PENDING, WHOLE
 from redco_eqx._dataflow.solution import kind
 from redco_eqx._step import constraints
@@ -280,6 +281,36 @@ def test_every_process_decides_the_same() -> None:
     assert "sharding_constraint" in texts[0]
     assert "P('tensor'" in texts[0]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_layers_that_are_alike_are_decided_once(residual: bool, monkeypatch: Any) -> None:
+    """The integer program does not grow with the number of layers, and the layout costs what it would cost if
+    each layer were decided alone: the layers of an MLP still alternate."""
+    mesh, sizes, num_layers = mesh_of("data2xtensor4"), [], 17
+    loss_fn = squares(tokens) if residual else squares(lambda model, x: model(x))
+    batch = CASES["tokens"][2] if residual else np.ones((64, 64), np.float32)
+
+    def explained(number: int) -> Any:
+        make = mlps(number) if residual else lambda key: eqx.nn.MLP(64, 64, 64, number, key=key)
+        return rx.explain(abstract(make), mesh, loss_fn=rx.split_activations(loss_fn), batch=batch)
+
+    def cheapest(costs: Any, *arguments: Any, **options: Any) -> Any:
+        sizes.append(len(costs))
+        return search.cheapest(costs, *arguments, **options)
+
+    monkeypatch.setattr(solution, "cheapest", cheapest)
+    found = explained(num_layers)
+    explained(num_layers + 4)
+    assert sizes[0] == sizes[1]
+    monkeypatch.setattr(solution, "NUM_APART", 100)
+    alone = explained(num_layers)
+    assert sizes[2] > sizes[0]
+    assert found.communication.num_bytes == pytest.approx(alone.communication.num_bytes, rel=2e-3)
+    assert found.bytes_per_device <= 1.002 * alone.bytes_per_device
+    if not residual:
+        splits = [found.decisions[f"layers.{i}.weight"].spec for i in range(4, 14)]
+        assert splits in ([P("tensor"), P(None, "tensor")] * 5, [P(None, "tensor"), P("tensor")] * 5)
 
 
 def test_what_was_decided_stays() -> None:

@@ -47,7 +47,7 @@ class ActivationLayout(Analysis):
         """The bytes that a device sends."""
         sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, GPU)}
         total = sum(sizes.values())
-        return Prediction(total, total, 0.0, lines_of(sizes), (), opaque_of(self))
+        return Prediction(total, total, 0.0, lines_of(sizes), opaque_of(self))
 
 
 def choose_with_activations(

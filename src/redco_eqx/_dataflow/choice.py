@@ -287,6 +287,13 @@ class Values:
                 states.append(PENDING)
             self.states[group] = states
 
+    def form(self, value: Value) -> tuple[Any, ...]:
+        """Everything that the prices of a value depend on, and the place of each dim among its group's
+        states."""
+        states, dims = self.states[self.group(value)], range(len(value.dims))
+        places = tuple(s in states and states.index(s) for s in (self.slot(value, i) for i in dims))
+        return value.num_bytes, tuple(map(size_of, value.dims)), self.batch_dims(value), places
+
     # Prices.
 
     def change(self, value: Value, before: State, after: State) -> float:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ from redco_eqx._dataflow.search import (
     improve,
     score,
     simulate,
+    without_numbers,
     worth,
 )
 from redco_eqx._dataflow.tracing import STATE, TracedStep
@@ -111,23 +113,14 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         return "is split elsewhere, but this array is better left whole"
     if worth(costs, split) > 0:
         clashing = {n for group in costs.clashes if split.number in group for n in group}
-        others = [(paths[other], number) for other, number in layout.items() if number in clashing]
+        others = [other for other, number in layout.items() if number in clashing]
         if others:
-            # Name the nearest parameter without the number of its layer, so that similar layers share one
-            # reason.
-            nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
-            parts, shared = nearest.split("."), _num_shared(nearest, paths[leaf])
-            if shared and not parts[shared - 1].isdigit():
-                shared -= 1
-            dim = costs.splits[number].leaves[paths.index(nearest)]
-            return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
+            shared = [os.path.commonprefix([paths[other], paths[leaf]]) for other in others]  # noqa: RUF071
+            nearest = others[shared.index(max(shared, key=len))]
+            dim = costs.splits[layout[nearest]].leaves[nearest]
+            # Without the number of the layer, similar layers share one reason.
+            return f"clashes with dim {dim} of {without_numbers(paths[nearest])}"
     return f"would send {size_text(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
-
-
-def _num_shared(first: str, second: str) -> int:
-    """Count the leading parts that two paths share."""
-    pairs = list(zip(first.split("."), second.split(".")))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 SCANNED = "scanned over"
@@ -233,12 +226,7 @@ def walk_through(traced: TracedStep) -> Walk:
 
 
 def weigh(
-    traced: TracedStep,
-    *,
-    tensor: int,
-    num_shards: int,
-    held: HeldBytes | None = None,
-    recomputes: bool = False,
+    traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None, recomputes: bool = False
 ) -> Analysis:
     """Walk through a program, and weigh every split over `tensor` devices, with a batch in `num_shards`
     parts.

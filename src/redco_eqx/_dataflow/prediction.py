@@ -116,7 +116,6 @@ class Prediction:
         If this layout has splits that meet, the bound holds for any layout: then only gradients count. 0 if an
         operation is not understood.
     - `lines`: the places that send, most bytes first.
-    - `advice`: advice on changes in the model.
     - `opaque`: operations that are not understood. They are assumed to need their operands whole.
     """
 
@@ -124,7 +123,6 @@ class Prediction:
     num_bytes_unmerged: float
     at_least: float
     lines: tuple[str, ...]
-    advice: tuple[str, ...]
     opaque: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -135,7 +133,7 @@ class Prediction:
             gap = f"{self.num_bytes / self.at_least:.2f}"
             total += f"; lower bound with as little memory: {size_text(self.at_least)}, ratio {gap}"
         unknown = [f"operations without a rule, assumed to need whole operands: {', '.join(self.opaque)}"]
-        lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
+        lines = [total, *(f"  {line}" for line in self.lines), *(unknown if self.opaque else [])]
         return "\n".join(lines)
 
 
@@ -257,7 +255,6 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
         num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
         at_least=min(least + gathered, total) if least > 0 and not analysis.walk.opaque else 0.0,
         lines=lines_of(sizes),
-        advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=opaque_of(analysis),
     )
 
@@ -284,24 +281,3 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
     return f"for {name}: {largest_sends(sent)}"
-
-
-def _advice(group: Sequence[Split], analysis: Analysis) -> str:
-    """Say how much a fused weight sends, and how much it would send with its pieces apart."""
-    first, costs = group[0], analysis.costs
-    leaf = first.crossed[0]
-    dim = analysis.walk.parameters[leaf].dims[first.leaves[leaf]]
-    before = _total(group)
-    crossing = sum(
-        size
-        for split in group
-        for event, size in split.sent
-        if costs.leads.num_pieces(split, event.dims) or costs.leads.num_pieces(split, event.unless)
-        if event.unless
-    )
-    pieces, *inner = factors(dim).partition("(")[2].rstrip(")").split(" x ")
-    path, after = analysis.traced.paths[leaf], before - crossing
-    return (
-        f"{path} holds {pieces} pieces of {' x '.join(inner)}, and an even split crosses their borders: keep "
-        f"the pieces on a dim of their own, {size_text(before)} -> {size_text(after)}"
-    )

@@ -25,11 +25,7 @@ def worth(costs: Costs, split: Split) -> float:
 
 
 def choose(
-    costs: Costs,
-    least_freed: float = -math.inf,
-    *,
-    forced: Collection[int] = (),
-    barred: Collection[int] = (),
+    costs: Costs, least_freed: float = -math.inf, *, forced: Collection[int] = (), barred: Collection[int] = ()
 ) -> list[Split]:
     """Choose splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`.
 

@@ -1,10 +1,11 @@
 """Find the choice with the lowest cost for all values, by an integer program."""
 
+import dataclasses
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,22 +50,63 @@ def solve(
 
     Raises `ValueError` if there is no choice.
     """
-    search = _Search(values)
+    search = _Search(values, *alike(values, fixed))
     search.fix(fixed)
     if max_bytes is not None and held is not None:
         search.limit(max_bytes, held)
-    for operation in values.operations:
-        search.add(operation)
     return search.solved()
+
+
+NUM_APART = 4
+"""Of groups with the same surroundings, such as those of equal layers, every fourth has the same state: enough
+for layers to alternate, while the integer program does not grow with their number."""
+
+
+def alike(values: Values, fixed: Mapping[int, int | None]) -> tuple[dict[int, int], list[Hashable]]:
+    """Find the groups and operations for which one decision is enough.
+
+    Return, for each group, the first group that has the same state; and the kind of each operation. The groups
+    are colored, and four times recolored by the operations around them, as Weisfeiler and Leman do for graphs.
+    """
+    numbers: dict[Hashable, int] = {}
+
+    def color(*facts: Hashable) -> int:
+        return numbers.setdefault(facts, len(numbers))
+
+    decided = {values.group(values.walk.parameters[leaf]): dim for leaf, dim in fixed.items()}
+    colors = {
+        group: color(decided.get(group, WHOLE), len(values.states[group]), *map(values.form, members))
+        for group, members in values.members.items()
+    }
+    ends = [(*o.operands, *o.results) for o in values.operations]
+    kinds = [
+        (o.step is None, o.times, o.over_batch, *o.strategies, *map(values.form, arrays))
+        for o, arrays in zip(values.operations, ends)
+    ]
+    operations = [(color(*kind), *map(values.group, arrays)) for kind, arrays in zip(kinds, ends)]
+    for _ in range(4):
+        around: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for kind, *groups in operations:
+            of_operation = color(kind, *map(colors.__getitem__, groups))
+            for place, group in enumerate(groups):
+                around[group].append((of_operation, place))
+        colors = {group: color(old, *sorted(around[group])) for group, old in colors.items()}
+    same: dict[int, list[int]] = defaultdict(list)
+    first: dict[int, int] = {}
+    for group, number in colors.items():
+        same[number].append(group)
+        first[group] = same[number][(len(same[number]) - 1) % NUM_APART]
+    return first, [(kind, *map(first.__getitem__, groups)) for kind, *groups in operations]
 
 
 class _Search:
     """An integer program: a state per group, a strategy per operation, and flows between these.
 
-    Flows connect the states and strategies that meet. With flows, the relaxation is almost exact.
+    Flows connect the states and strategies that meet. With flows, the relaxation is almost exact. Groups and
+    operations that are [`alike`][] share their variables.
     """
 
-    def __init__(self, values: Values):
+    def __init__(self, values: Values, first: Mapping[int, int], kinds: Sequence[Hashable]):
         self.values, self.depth = values, depth_of(values.walk)
         self.cost: list[float] = []
         self.integer: list[bool] = []
@@ -72,12 +114,27 @@ class _Search:
         self.sends: list[Sequence[tuple[str, float]]] = []
         self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
         self.strategies: list[dict[int, int]] = []
-        self.changes: dict[tuple[int, State, State], list[tuple[int, float]]] = defaultdict(list)
+        self.changes: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
         for group, states in values.states.items():
-            if len(states) > 1:
-                made = MADE * sum(values.local_bytes(x) for x in values.members[group])
-                self.states[group] = {s: self.variable(made * values.share(s), is_integer=True) for s in states}
+            if len(states) > 1 and first[group] == group:
+                self.states[group] = {s: self.variable(0.0, is_integer=True) for s in states}
                 self.one_of(self.states[group].values())
+            if len(states) > 1:
+                self.states[group] = dict(zip(states, self.states[first[group]].values()))
+                made = MADE * sum(values.local_bytes(x) for x in values.members[group])
+                for state, number in self.states[group].items():
+                    self.cost[number] += made * values.share(state)
+        self.readers: dict[int, tuple[Hashable, ...]] = defaultdict(tuple)
+        for operation, kind in zip(values.operations, kinds):
+            for place, value in enumerate(operation.operands):
+                self.readers[id(value)] += ((kind, place),)
+        counts = Counter(kinds)
+        known: dict[Hashable, dict[int, int]] = {}
+        for operation, kind in zip(values.operations, kinds):
+            if kind not in known:
+                before, after = (times * counts[kind] for times in operation.times)
+                known[kind] = self.add(dataclasses.replace(operation, times=(before, after)))
+            self.strategies.append(known[kind])
 
     def variable(
         self, price: float, sends: Sequence[tuple[str, float]] = (), *, is_integer: bool = False
@@ -122,8 +179,9 @@ class _Search:
             terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]
         self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
-    def add(self, operation: Operation) -> None:
-        """Add an operation: its strategies, and the flows from and to its values."""
+    def add(self, operation: Operation) -> dict[int, int]:
+        """Add an operation: its strategies, whose variables are returned, and the flows from and to its
+        values."""
         numbers: dict[int, int] = {}
         results = list(enumerate(operation.results))
         closed = [(place, x) for place, x in results if not self.states_of(x)]
@@ -133,7 +191,6 @@ class _Search:
                 work = WORK * strategy.work * operation.times[0] / self.depth
                 sent = (self.sent(operation, x, strategy.gives[place], WHOLE) for place, x in closed)
                 numbers[i] = self.variable(work, list(itertools.chain(*sent)), is_integer=True)
-        self.strategies.append(numbers)
         self.one_of(numbers.values())
         chosen = [(operation.strategies[i], j) for i, j in numbers.items()]
         for place, value in enumerate(operation.operands):
@@ -146,6 +203,7 @@ class _Search:
         for place, value in results:
             ends = [(self.values.slot(value, s.gives[place]), s.is_late, j) for s, j in chosen]
             self.flow(operation, value, ends, is_operand=False)
+        return numbers
 
     def sent(
         self, operation: Operation, value: Value, given: State, own: State, is_late: bool = False
@@ -177,7 +235,8 @@ class _Search:
             flows[own, end] = self.variable(0.0, sends)
             price *= operation.times[0]  # 0 in a scan of no steps
             if is_operand and price:
-                self.changes[id(value), *way].append((flows[own, end], price))
+                places = map(self.values.states[self.values.group(value)].index, way)
+                self.changes[self.readers[id(value)], kind(*way), *places].append((flows[own, end], price))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])
         for end, several in by_end.items():
@@ -185,8 +244,8 @@ class _Search:
 
     def solved(self) -> Solution:
         """Solve the integer program. Raises `ValueError` if there is no solution."""
-        for (_, *way), several in self.changes.items():  # a change that several operations need counts once
-            once = self.variable(0.0, [(kind(*way), max(price for _, price in several))])
+        for (_, name, *_), several in self.changes.items():  # a change that several operations need counts once
+            once = self.variable(0.0, [(name, max(price for _, price in several))])
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
         found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)
         states = {group: max(of, key=lambda s: found[of[s]]) for group, of in self.states.items()}

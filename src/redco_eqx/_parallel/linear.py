@@ -165,10 +165,7 @@ Remat: TypeAlias = Literal["none", "full", "row_out"]
 # The scopes tell an analysis of the program which results are added before they are summed over the shards.
 @jax.named_scope("redco_eqx.column")
 def column(
-    x: Inexact[Array, "*batch in"],
-    *layers: Layer,
-    unit: int = 1,
-    sequence_parallel: bool = False,
+    x: Inexact[Array, "*batch in"], *layers: Layer, unit: int = 1, sequence_parallel: bool = False
 ) -> tuple[Inexact[Array, "..."], ...]:
     """Apply sibling projections of one input, split by their outputs: query, key and value, or gate and up.
 

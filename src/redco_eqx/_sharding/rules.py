@@ -234,19 +234,12 @@ def analyse(
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
         return float(_shard_bytes(x, spec, mesh))
 
-    return choose_layout(
-        # With arrays split over `fsdp`, the steps recompute all but products, see `gather_where_used`.
-        weigh(
-            traced,
-            tensor=tensor,
-            num_shards=num_batch_shards(mesh),
-            held=held,
-            recomputes=axis_size(mesh, "fsdp") > 1,
-        ),
-        given={path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None},
-        fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
-        max_bytes=_budget(model, max_bytes_per_device),
-    )
+    # With arrays split over `fsdp`, the steps recompute all but products, see `gather_where_used`.
+    recomputes, num_shards = axis_size(mesh, "fsdp") > 1, num_batch_shards(mesh)
+    analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
+    given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
+    fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
+    return choose_layout(analysis, given=given, fixed=fixed, max_bytes=_budget(model, max_bytes_per_device))
 
 
 def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:

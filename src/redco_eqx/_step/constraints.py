@@ -140,12 +140,7 @@ class _Constraints:
         return jaxpr.replace(eqns=equations, outvars=leave())
 
     def _put(
-        self,
-        equations: list[JaxprEqn],
-        atom: Operand,
-        value: Value,
-        state: State,
-        whole: Sequence[int] = (),
+        self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State, whole: Sequence[int] = ()
     ) -> Operand:
         """Add a constraint of `atom` to `equations`, and return its result. Split no dim in `whole`."""
         # `jax.new_ref` makes something other than an array, which is written in place.

@@ -54,9 +54,7 @@ def check_supported(opt_state: PyTree) -> None:
 
 
 def init_optimizer(
-    optimizer: optax.GradientTransformation,
-    params: dict[str, Any],
-    layout: dict[str, NamedSharding] | None,
+    optimizer: optax.GradientTransformation, params: dict[str, Any], layout: dict[str, NamedSharding] | None
 ) -> PyTree:
     """Run `optimizer.init(params)`. Each moment gets the sharding of its parameter, and is never whole."""
 
