@@ -89,12 +89,19 @@ def branches(layer: Any, x: Any) -> Any:
     return (jax.lax.cond(x.sum() > 1e9, jnp.zeros_like, layer, layer(x)) ** 2).mean()
 
 
+def shifted(x: Any, config: tuple[int, int, int]) -> Any:
+    return jax.lax.pad(x, 0.0, [(0, 0, 0), config, (0, 0, 0)])
+
+
 ODD: dict[str, Any] = {
     "in_place": in_place,
     "no_steps": no_steps,
     "branches": branches,
     "every_third_row": lambda layer, x: (jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2).mean(),
     "every_fifth_token": lambda layer, x: (layer(x.reshape(128, 16))[3:100:5] ** 2).mean(),
+    "shifted_rows": lambda layer, x: (layer(shifted(layer(x), (-2, 2, 0))) ** 2).mean(),
+    "spread_rows": lambda layer, x: (layer(shifted(layer(x), (-1, 3, 1))) ** 2).mean(),
+    "diagonal": lambda layer, x: (jax.vmap(jnp.diagonal)(layer(x)) ** 2).mean(),
     "largest_so_far": lambda layer, x: jax.lax.cummax(layer(x), 0).mean(),
     "folded_rows": lambda layer, x: (layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2).mean(),
 }

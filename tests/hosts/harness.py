@@ -14,8 +14,6 @@ import jax
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-CACHE += ("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",)
 
 
 def free_port():
@@ -25,9 +23,8 @@ def free_port():
 
 
 def environment(*, num_devices, **more):
-    """Return the environment of one process: CPU devices, float64, fast compilation, the tests' cache."""
-    outside = ("JAX_", "SLURM_", "XLA_", "OMPI_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(outside) or k in CACHE}
+    """Return the environment of one process: CPU devices, float64, fast compilation."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))}
     fixed = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": num_devices,

@@ -63,14 +63,15 @@ def test_metrics_come_in_float32():
 
     def loss_fn(model, batch, key):
         metrics = {str(dtype): rx.Mean(jnp.ones((), dtype), jnp.ones((), dtype)) for dtype in dtypes}
-        return jnp.sum(model["w"]), {**metrics, "three": 3}
+        limits = {"half": jnp.float16(6e4), "byte": jnp.uint8(200)}  # four of each do not fit into its dtype
+        return jnp.sum(model["w"]), {**metrics, "three": 3, **limits}
 
     state = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY)
     evaluated = jax.jit(partial(rx.eval_step, loss_fn=loss_fn))(state, np.ones(4))
     for metrics in (stepped(loss_fn, jnp.ones(2), np.ones(4))[1], evaluated):
         assert {x.dtype for x in jax.tree.leaves(metrics)} == {jnp.dtype("float32")}
         assert [metrics[str(dtype)].value for dtype in dtypes] == [1] * 4
-        assert metrics["three"].value == 3
+        assert [metrics[name].value for name in ("three", "half", "byte")] == [3, np.float16(6e4), 200]
 
 
 ONE = jnp.ones(())
@@ -99,8 +100,9 @@ def test_the_learning_rate_is_reported_where_it_can_be_seen():
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     seen = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(schedule))
     for optimizer, names in ((seen, {"learning_rate"}), (optax.adam(schedule), set())):
-        state = rx.init_state({"w": jnp.ones(2)}, optimizer, key=KEY)
-        step = compiled_step(lambda model, batch, key: jnp.sum(model["w"]), optimizer)
+        # A parameter of this name has moments of this name.
+        state = rx.init_state({"w": jnp.ones(2), "learning_rate": jnp.ones(())}, optimizer, key=KEY)
+        step = compiled_step(lambda model, batch, key: sum(map(jnp.sum, model.values())), optimizer)
         assert jax.eval_shape(step, state, np.ones(4))[1].keys() == {"grad_norm", "loss", *names}
         for i in range(3 if names else 0):
             state, metrics = step(state, np.ones(4))

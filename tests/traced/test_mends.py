@@ -3,6 +3,7 @@
 `nox -s gradients` asks this of generated programs on every mesh.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,19 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
 
     with pytest.raises(ValueError, match=r"test_mends\.py:\d+ \(.*stem\): a grouped convolution"):
         partitioned(jax.grad(f))(*placed())
+
+
+def test_a_whole_array_is_padded_into_a_split_one():
+    mesh, x = mesh_of("data2xtensor4"), jnp.arange(128.0).reshape(32, 4)
+    simple, spread = [(-2, 2, 0), (1, -1, 0), (-8, 40, 0), (-33, 37, 0)], [(0, 1, 1), (2, 4, 2), (-2, -3, 3)]
+    for config, axis in itertools.product(simple + spread, ("tensor", "data")):
+
+        def pad(x: Any, config: Any = config, axis: str = axis) -> Any:
+            x = jax.lax.pad(2 * x, 1.0, [config, (0, 0, 0)])
+            return x, jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(axis)))
+
+        mended = jax.jit(for_partitioner(trace(pad, x), mesh))(x)
+        np.testing.assert_array_equal(mended[1], pad(x)[0], str(config))
 
 
 def test_other_programs_are_left_as_they_are():

@@ -264,6 +264,15 @@ def test_the_place_goes_on_after_each_batch() -> None:
             assert ended.place == {"epoch": 2, "start": 0}
 
 
+def test_the_place_goes_on_inside_a_tail() -> None:
+    """25 examples are 16, 8 and 1, because 9 do not divide over 8 data shards."""
+    for source in (rx.Data(range(25), shuffle=False), rx.Stream(lambda epoch: iter(range(25)))):
+        options: Any = {"batch_size": 16, "mesh": rx.make_mesh(), "remainder": "split"}
+        iterator = rx.batches(source, np.asarray, **options)
+        assert [len(next(iterator)) for _ in range(2)] == [16, 8]
+        assert [x.tolist() for x in rx.batches(source, np.asarray, **options, **iterator.place)] == [[24]]
+
+
 def test_the_place_in_a_stream_refuses_other_items() -> None:
     """It has a checksum of the items before it. A sequence has no such place."""
 

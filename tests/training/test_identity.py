@@ -55,8 +55,7 @@ def child(tmp_path: pathlib.Path) -> Any:
 
 def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_path: pathlib.Path) -> None:
     before = json.loads((tmp_path / BEGUN).read_bytes())
-    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: process {child.pid} on "):
-        Owner(tmp_path)
+    raised(rx.errors.CheckpointError, Owner, tmp_path, match=f"{tmp_path} is in use: process {child.pid} on ")
     assert json.loads((tmp_path / BEGUN).read_bytes())["id"] == before["id"]
     child.send_signal(signal.SIGKILL)
     child.wait()

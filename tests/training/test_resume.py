@@ -414,6 +414,25 @@ def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) ->
         assert_counted(counted(None, tmp_path, num_steps=12), 12)
 
 
+def test_an_error_before_the_hook_loses_no_change_and_one_before_the_first_step_adds_none(tmp_path) -> None:
+    """The hook changes the same as in a run without the error: it doubles the parameters at each row."""
+
+    def hook(run: Any, row: Any, state: Any) -> rx.Change:
+        return rx.Change(state=dataclasses.replace(state, params=jax.tree.map(lambda p: 2 * p, state.params)))
+
+    options: Any = {"hook": hook, "log_every": 4, "evaluation": rx.Evaluation(EXAMPLES, every_steps=3)}
+    expected = counted(None, tmp_path / "whole", **options)
+    for at, case in ((1, {"collate_fn": Collate(1, tiny.fail)}), (8, {}), (9, {})):
+
+        def fails(step: int, row: Any, at: int = at) -> None:
+            assert step != at
+
+        raised(
+            (LookupError, AssertionError), counted, None, tmp_path / str(at), loggers=[fails], **options, **case
+        )
+        assert_same(counted(None, tmp_path / str(at), **options), expected)
+
+
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 5, jnp.nan, 0.05))
     with pytest.raises(ValueError, match="step 6 is not saved, because model/bias, and 1 more"):

@@ -256,7 +256,8 @@ def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
             'it? Metrics have one level of names: {"group/name": value}.'
         )
     if not isinstance(x, Mean):
-        x = Mean(jnp.asarray(x) * weight, weight)
+        # Widened first, because the product may not fit into the dtype of a metric.
+        x = Mean(jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) * weight, weight)
     for part in ("total", "weight"):
         if jnp.shape(getattr(x, part)) != ():
             raise ValueError(

@@ -227,17 +227,21 @@ def read_batches(
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
         source = Reading(stream, place.epoch, at, **reading)
         while items := list(itertools.islice(source, num_read)):
-            place = place._replace(batch=place.batch + 1, positions=(source.position(),))
+            before, at = at, source.position()
             if stream.batched:
                 rows = needed if stream.sharded else np.arange(batch_size)
+                place = place._replace(batch=place.batch + 1, positions=(at,))
                 yield Job(batch_size, rows, functools.partial(items.__getitem__, 0), place)
                 continue
             is_whole = len(items) == num_read
             for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
                 rows = layout(mesh, size)[1]
                 mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
-                yield Job(size, rows, mine.copy, place)
                 items = items[size:]
+                # Inside the tail, which was read at once, the items before are counted, and not compared.
+                before = before._replace(num_items=before.num_items + size, checksum=None)
+                place = place._replace(batch=place.batch + 1, positions=(before if items else at,))
+                yield Job(size, rows, mine.copy, place)
 
 
 def checksum(x: Any, begin: int = 0) -> int:

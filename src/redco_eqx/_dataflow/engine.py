@@ -11,6 +11,7 @@ from typing import TypeAlias
 from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.search import (
+    MEMORY,
     Sent,
     SplitOfEach,
     as_layout,
@@ -18,7 +19,6 @@ from redco_eqx._dataflow.search import (
     choose,
     freed_bytes,
     improve,
-    score,
     simulate,
     without_numbers,
     worth,
@@ -160,7 +160,10 @@ class Analysis:
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
     def score(self, layout: SplitOfEach) -> float:
-        return score(self.costs, layout, simulate(self.costs, self.walk, layout))
+        """Score a layout, in bytes, with the weighting that the choice of splits uses."""
+        work = (1 - 1 / self.costs.tensor) * sum(self.costs.work[leaf] for leaf in layout)
+        gained = self.costs.worth_of_work(work) + MEMORY * freed_bytes(self.costs, layout)
+        return gained - simulate(self.costs, self.walk, layout).num_bytes(merged=True)
 
     def roles(self) -> dict[str, RoleOf]:
         """The role of each array that the program takes, by path."""

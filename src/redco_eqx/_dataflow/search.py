@@ -318,13 +318,6 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
     return sum(freed, 0.0)
 
 
-def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
-    """Score a layout, in bytes, with the weighting that the choice of splits uses."""
-    work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
-    gained = costs.worth_of_work(work) + MEMORY * freed_bytes(costs, layout)
-    return gained - sent.num_bytes(merged=True)
-
-
 def improve(
     layout: SplitOfEach,
     other: SplitOfEach | None,

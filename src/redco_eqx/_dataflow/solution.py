@@ -78,12 +78,11 @@ def alike(values: Values, fixed: Mapping[int, int | None]) -> tuple[dict[int, in
         group: color(decided.get(group, WHOLE), len(values.states[group]), *map(values.form, members))
         for group, members in values.members.items()
     }
-    ends = [(*o.operands, *o.results) for o in values.operations]
-    kinds = [
-        (o.step is None, o.times, o.over_batch, *o.strategies, *map(values.form, arrays))
-        for o, arrays in zip(values.operations, ends)
-    ]
-    operations = [(color(*kind), *map(values.group, arrays)) for kind, arrays in zip(kinds, ends)]
+    operations: list[tuple[int, ...]] = []
+    for o in values.operations:
+        arrays = (*o.operands, *o.results)
+        kind = color(o.step is None, o.times, o.over_batch, *o.strategies, *map(values.form, arrays))
+        operations.append((kind, *map(values.group, arrays)))
     for _ in range(4):
         around: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for kind, *groups in operations:

@@ -119,16 +119,13 @@ class _Constraints:
             elif visit.bodies:
                 operands = hand(visit, equation.invars, visit.operands)
                 equation = self._inside(visit)
-            apart = self._apart(visit)
-            if apart:
-                operands[0] = put(operands[0], visit.operands[0], WHOLE, apart)
             equations.append(equation.replace(invars=operands))
             if visit.bodies and visit.equation.primitive.name not in ("scan", "while", "cond"):
                 continue  # the body of a call has constrained the results
             for var, value, given in zip(visit.equation.outvars, visit.results, gives):
                 if not any(value.dims):
                     continue
-                own, out = self.state(value), put(var, value, WHOLE, apart) if apart else var
+                own, out = self.state(value), var
                 given = given if given is None else self.values.slot(value, given)
                 # With a constraint to another split right here, the partitioner would change the operands
                 # instead.
@@ -139,37 +136,18 @@ class _Constraints:
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=leave())
 
-    def _put(
-        self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State, whole: Sequence[int] = ()
-    ) -> Operand:
-        """Add a constraint of `atom` to `equations`, and return its result. Split no dim in `whole`."""
+    def _put(self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State) -> Operand:
+        """Add a constraint of `atom` to `equations`, and return its result."""
         # `jax.new_ref` makes something other than an array, which is written in place.
         is_array = isinstance(atom.aval, ShapedArray) and not jnp.issubdtype(
             dtype_of(atom), jax.dtypes.extended
         )
         if isinstance(atom, Literal) or state == PENDING or not is_array or not any(shape_of(atom)):
             return atom
-        entries = [None if i in whole else entry for i, entry in enumerate(self.spec(value, state))]
-        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+        sharding = NamedSharding(self.mesh, self.spec(value, state))
         one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
         equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
         return one.jaxpr.outvars[0]
-
-    def _apart(self, visit: Step) -> list[int]:
-        """Return the padded dims that the batch splits either before or after, but not both.
-
-        With padding between elements, or negative padding, XLA's partitioner computes wrong values there (as in
-        plain JAX 0.10.2 under the same constraints), so these dims stay whole on both sides.
-        """
-        if visit.equation.primitive.name != "pad":
-            return []
-        before, after = map(self.values.batch_dims, (visit.operands[0], visit.results[0]))
-        config = visit.equation.params["padding_config"]
-        return [
-            i
-            for i, (low, high, between) in enumerate(config)
-            if (between or min(low, high) < 0) and (i in before) != (i in after)
-        ]
 
     def _inside(self, visit: Step) -> JaxprEqn:
         """The operation, with constraints in its bodies."""
@@ -181,7 +159,9 @@ class _Constraints:
             if bodies and isinstance(value, Jaxpr | ClosedJaxpr):
                 params[key] = self._body(value, bodies.pop(0), visit)
             elif bodies and isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
-                params[key] = tuple(self._body(x, bodies.pop(0), visit) for x in value)
+                # Of branches by platform, the walk has seen only the default.
+                pairs = zip(value, params.get("branches_platforms") or [None] * len(value))
+                params[key] = tuple(x if names else self._body(x, bodies.pop(0), visit) for x, names in pairs)
         return equation.replace(params=params)
 
     def _body(self, program: Any, found: Body, around: Step) -> Any:

@@ -288,12 +288,8 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
         equations[at : at + 1] = [*inner.eqns[:-1], last]
         invars[i], specs[i] = inner.invars[0], split
         taken.append(i)
-    params = {
-        **equation.params,
-        "jaxpr": inside.replace(invars=invars, eqns=equations),
-        "in_specs": tuple(specs),
-    }
-    return _Taken(equation.replace(params=params), taken, halfway=True)
+    changed = {"jaxpr": inside.replace(invars=invars, eqns=equations), "in_specs": tuple(specs)}
+    return _Taken(equation.replace(params=equation.params | changed), taken, halfway=True)
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:

@@ -189,4 +189,6 @@ def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
 def learning_rate_of(opt_state: PyTree) -> Array | None:
     """The learning rate that `optax.inject_hyperparams` keeps in the state, or `None`."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    return next((value for _, value in found if jnp.shape(value) == ()), None)
+    # A moment of a parameter may have this name, too.
+    own = (value for path, value in found if "hyperparams" in str(path[-2:-1]) and jnp.shape(value) == ())
+    return next(own, None)

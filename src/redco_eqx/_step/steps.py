@@ -173,11 +173,8 @@ def train_step(
             return (constrain(total, layout), model_state), (loss, metrics)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-        (total, model_state), stacked = jax.lax.scan(
-            accumulate,
-            (constrain(zeros, layout), state.model_state),
-            (jnp.arange(num_microbatches), parts),
-        )
+        begin, each = (constrain(zeros, layout), state.model_state), (jnp.arange(num_microbatches), parts)
+        (total, model_state), stacked = jax.lax.scan(accumulate, begin, each)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
         scale = jnp.where(loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight))
         grads = jax.tree.map(lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params)

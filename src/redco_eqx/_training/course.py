@@ -103,7 +103,7 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False)
 
 
 def _is_due(every: int, run: RunRecord) -> bool:
-    return run.num_steps % every == 0 if every else run.batch == 0
+    return run.num_steps > 0 and (run.num_steps % every == 0 if every else run.batch == 0)
 
 
 # The changes that a hook makes.

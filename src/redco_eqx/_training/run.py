@@ -158,6 +158,7 @@ class Training:
         self._window: Window | None = None
         self._num_in_window = 0
         self._waited = 0.0  # seconds spent on batches since the last row
+        self._is_between = False  # after a step, before its row, its evaluation and the hook are done
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -182,7 +183,7 @@ class Training:
                 self._step(batch, place)
             (stop,) = vote(self.interrupt.signal) or (0,)
             what = functools.partial(due, self.plan, is_end=place.is_end)
-            now = what(self.run, stop=stop != 0)
+            now, self._is_between = what(self.run, stop=stop != 0), self.hook is not None
             if now.log:
                 self._log(place, None if stop else self.hook)
                 now = what(self.run, stop=stop != 0)  # the hook may have ended the run
@@ -195,6 +196,7 @@ class Training:
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:
                 self.saver.check()
+            self._is_between = False
             if now.finish:
                 break
             began = time.perf_counter()
@@ -379,7 +381,8 @@ class Training:
             with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched
                 self._catch_up()
         is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
-        if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
+        is_whole = is_alone and not self._is_between
+        if is_good and is_whole and self.saver is not None and not issubclass(kind, CheckpointError):
             try:
                 self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
