@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import MESHES, no_threads_left
+from fit_helpers import MESHES, no_threads_left, raised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -202,8 +202,7 @@ def test_interrupt_while_waiting():
     try:
         timer.start()
         begin = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            next(made)
+        raised(KeyboardInterrupt, next, made)
         assert time.monotonic() - begin < 5
     finally:
         timer.join()
@@ -282,8 +281,7 @@ def test_what_collate_fn_may_not_return():
         (lambda x: {"t": np.zeros(8, "datetime64[s]")}, TypeError, r"datetime64\[s\]\[8\]"),
         (lambda x: {"k": jax.random.split(KEY, 8)}, TypeError, r"leaf 'k' is key<fry>\[8\].*loss func"),
     ):
-        with pytest.raises(error, match=message):
-            next(batches(range(16), bad))
+        raised(error, next, batches(range(16), bad), match=message)
         assert no_threads_left(), message
 
 
@@ -297,8 +295,7 @@ def test_numbers_that_32_bits_do_not_hold_are_refused():
         (np.uint64(2**32), r"has 4294967296, but JAX stores it as uint32"),
         (np.float64(-1e39), r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32"),
     ):
-        with pytest.raises(ValueError, match=rf"^collate_fn: .*{message}"):
-            made(value)
+        raised(ValueError, made, value, match=rf"^collate_fn: .*{message}")
         with jax.enable_x64(True):
             assert made(value)[1] == value
     held = (np.int64(-(2**31)), np.int64(2**31 - 1), np.uint64(2**32 - 1), np.float64(0.1), np.float64(-np.inf))
@@ -392,8 +389,7 @@ def test_every_kind_of_key():
     # Past the annotations, which are checked in tests only.
     order = inspect.unwrap(epoch_order)
     for key in (jax.random.split(KEY), 0, None):
-        with pytest.raises(ValueError, match="key must be one PRNG key"):
-            order(10, key, 0)
+        raised(ValueError, order, 10, key, 0, match="key must be one PRNG key")
 
 
 # Uniform, by Pearson's test. By chance a p-value is below this once in a million; here every draw is fixed.

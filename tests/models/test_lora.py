@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import edit_json
-from fit_helpers import assert_identical
+from fit_helpers import assert_identical, raised
 from helpers import assert_same_layout
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -91,8 +91,7 @@ def test_projections_are_meant_by_name_or_path():
     assert branches == [f"model.layers.1.self_attn.q_proj.lora_{x}" for x in "ab"]
     with pytest.raises(ValueError, match=r"no projections named \['c_attn'\], only down_proj, .*v_proj"):
         add(targets=("q_proj", "c_attn"), rank=4)
-    with pytest.raises(ValueError, match="rank=0, but it must be positive"):
-        add(targets=("q_proj",), rank=0)
+    raised(ValueError, add, targets=("q_proj",), rank=0, match="rank=0, but it must be positive")
 
 
 # Files
@@ -151,12 +150,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         directory = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", directory)
         change(directory)
-        with pytest.raises(ValueError, match=message):
-            models.load_lora(llama(False), directory)
+        raised(ValueError, models.load_lora, llama(False), directory, match=message)
     removed = tmp_path / "whole" / CONFIG
     removed.unlink()
-    with pytest.raises(FileNotFoundError, match="has no adapter_config"):
-        models.load_lora(llama(False), removed.parent)
+    raised(FileNotFoundError, models.load_lora, llama(False), removed.parent, match="has no adapter_config")
 
 
 def test_what_is_not_of_one_kind_is_not_saved(tmp_path):

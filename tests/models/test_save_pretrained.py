@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import INDEX, SINGLE, in_file_form, make_arrays, on_all, shapes_of, write
-from fit_helpers import assert_identical, assert_same
+from fit_helpers import assert_identical, assert_same, raised
 from helpers import in_long
 from hosts import harness
 from huggingface_hub import ModelCard
@@ -56,8 +56,7 @@ def test_every_family_comes_back_bit_for_bit_and_only_with_its_number_of_layers(
             where[entry] = number
             (tmp_path / "config.json").write_text(json.dumps(raw))
             message = rf"config\.json in .*{number}( layers at|, the files have at most)"
-            with pytest.raises(ValueError, match=message):
-                load_pretrained(tmp_path)
+            raised(ValueError, load_pretrained, tmp_path, match=message)
 
 
 def test_every_bit_comes_back_whatever_the_layout(tmp_path):
@@ -117,10 +116,8 @@ class Scaled(eqx.Module):
 def test_what_is_refused_to_write(tmp_path):
     model = load_pretrained(write(tmp_path / "old", "llama", make_arrays("llama")), stacked=True)
     target = tmp_path / "new"
-    with pytest.raises(TypeError, match=r"got a dict|model\.Model"):
-        save_pretrained(cast(Any, {}), target)
-    with pytest.raises(ValueError, match="max_shard_bytes=0"):
-        save_pretrained(model, target, max_shard_bytes=0)
+    raised(TypeError, save_pretrained, cast(Any, {}), target, match=r"got a dict|model\.Model")
+    raised(ValueError, save_pretrained, model, target, max_shard_bytes=0, match="max_shard_bytes=0")
     norm = model.model.norm
     for where, value, message in (
         (lambda m: m, eqx.filter_eval_shape(lambda x: x, model), "model.embed_tokens.weight is abstract"),
@@ -129,15 +126,12 @@ def test_what_is_refused_to_write(tmp_path):
         (lambda m: m.model.norm.weight, jnp.ones(3), "of a wrong shape: model.norm.weight [3] instead of [64]"),
         (lambda m: m.model.norm, Scaled(norm), "1 unknown: model.norm.inner.weight"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            save_pretrained(eqx.tree_at(where, model, value), target)
+        raised(ValueError, save_pretrained, eqx.tree_at(where, model, value), target, match=re.escape(message))
     norm.weight.delete()
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has been deleted"):
-        save_pretrained(model, target)
+    raised(ValueError, save_pretrained, model, target, match=r"model\.norm\.weight has been deleted")
     assert not target.exists()
     target.write_text("a file")
-    with pytest.raises(FileExistsError):
-        save_pretrained(load_pretrained(tmp_path / "old"), target)
+    raised(FileExistsError, save_pretrained, load_pretrained(tmp_path / "old"), target)
 
 
 class Killed(BaseException):
@@ -354,11 +348,9 @@ def test_models_of_images_have_files_of_their_own(tmp_path):
         load_pretrained(tmp_path, family=(models.UNet2DConditionConfig, models.UNet2DConditionModel))
     (tmp_path / stem).rename(tmp_path / SINGLE)
     message = "neither diffusion_pytorch_model.safetensors nor .* rename it to diffusion_pytorch_model"
-    with pytest.raises(FileNotFoundError, match=message):
-        load_pretrained(tmp_path)
+    raised(FileNotFoundError, load_pretrained, tmp_path, match=message)
     (tmp_path / SINGLE).rename(tmp_path / "diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"only as a pickle.* diffusers"):
-        load_pretrained(tmp_path)
+    raised(ValueError, load_pretrained, tmp_path, match=r"only as a pickle.* diffusers")
 
 
 def test_neither_loading_nor_saving_holds_the_model(tmp_path):
