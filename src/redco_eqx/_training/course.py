@@ -226,8 +226,8 @@ class NonFiniteError(ArithmeticError):
             return (
                 f"before step {self.step} (counted from 0), parameters are not finite, although the losses and "
                 f"gradient norms were: {self.parameters}. The optimizer made them so, for example Adam with "
-                "eps=0, or a learning rate that is not finite. They are in this error's `state`: go on from a "
-                "checkpoint."
+                "eps=0, or a learning rate that is not finite (they are in this error's `state`: go on from a "
+                "checkpoint). Or they began so, as the -inf of a mask does: make it a NumPy array, a constant."
             )
         where = self.where or 'jax.config.update("jax_debug_nans", True) says where'
         return (
