@@ -264,11 +264,11 @@ class Reporter:
             if hasattr(logger, "set_run"):
                 logger.set_run(run.id)
         if is_again:
-            for logger in self._loggers:
-                if hasattr(logger, "rewind"):
-                    logger.rewind(run.step)
             # If the checkpoint has metrics that no row has yet, the row of this step comes again, too.
             step = run.step if run.window is None else run.step - 1
+            for logger in self._loggers:
+                if hasattr(logger, "rewind"):
+                    logger.rewind(step)
             self.rows = from_first(lambda: file.rewind(step) if file else [])
 
     def say(self, message: str) -> None:

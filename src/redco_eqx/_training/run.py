@@ -158,7 +158,6 @@ class Training:
         self._window: Window | None = None
         self._num_in_window = 0
         self._waited = 0.0  # seconds spent on batches since the last row
-        self._is_between = False  # after a step, before its row, its evaluation and the hook are done
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -183,7 +182,7 @@ class Training:
                 self._step(batch, place)
             (stop,) = vote(self.interrupt.signal) or (0,)
             what = functools.partial(due, self.plan, is_end=place.is_end)
-            now, self._is_between = what(self.run, stop=stop != 0), self.hook is not None
+            now = what(self.run, stop=stop != 0)
             if now.log:
                 self._log(place, None if stop else self.hook)
                 now = what(self.run, stop=stop != 0)  # the hook may have ended the run
@@ -196,7 +195,6 @@ class Training:
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:
                 self.saver.check()
-            self._is_between = False
             if now.finish:
                 break
             began = time.perf_counter()
@@ -310,10 +308,10 @@ class Training:
 
             when = f"This happened at step {self.run.step}"
             last.compared = compare_copies(self.state.params, when, last.waited)
-        self._begin_window()
-        if hook is not None:
+        if hook is not None:  # if it raises, the window is saved, so that a resumed run calls it for this row
             self._catch_up()
             self._call(hook, self.reporter.metrics)
+        self._begin_window()
 
     def _begin_window(self) -> None:
         """Begin an empty window of the current program. If a step was not finite, it still counts."""
@@ -341,9 +339,13 @@ class Training:
         except _StoppedError:
             return False
         self.reporter.row(self.run.step, row)
-        self.run = self.run.evaluated(row)
-        if self.hook is not None:
-            self._call(self.hook, row)
+        before, self.run = self.run, self.run.evaluated(row)
+        try:
+            if self.hook is not None:
+                self._call(self.hook, row)
+        except BaseException:  # a resumed run evaluates again, and calls the hook
+            self.run = before
+            raise
         return True
 
     def _call(self, hook: Hook, row: Mapping[str, float]) -> None:
@@ -381,8 +383,7 @@ class Training:
             with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched
                 self._catch_up()
         is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
-        is_whole = is_alone and not self._is_between
-        if is_good and is_whole and self.saver is not None and not issubclass(kind, CheckpointError):
+        if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
             try:
                 self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
