@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import INDEX, SINGLE, SIZE, edit_json, make_arrays, write
+from fit_helpers import raised
 from helpers import assert_refused
 from jax.sharding import PartitionSpec as P
 
@@ -157,8 +158,7 @@ def test_bad_checkpoints(tmp_path, stacked):
         for i, (damage, message) in enumerate(cases):
             arrays, directory = make_arrays("gpt2"), tmp_path / f"{error.__name__}{i}"
             damage(write(directory, "gpt2", arrays), arrays)
-            with pytest.raises(error, match=f"(?s){message}"):
-                load_pretrained(directory, stacked=stacked)
+            raised(error, load_pretrained, directory, stacked=stacked, match=f"(?s){message}")
 
 
 def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
@@ -178,5 +178,4 @@ def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
 def test_without_safetensors(tmp_path, monkeypatch):
     write(tmp_path, "gpt2", make_arrays("gpt2"))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r'pip install "redco_eqx\[hf\]"'):
-        load_pretrained(tmp_path)
+    raised(ImportError, load_pretrained, tmp_path, match=r'pip install "redco_eqx\[hf\]"')

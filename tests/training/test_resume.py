@@ -422,14 +422,14 @@ def test_an_error_before_the_hook_loses_no_change_and_one_before_the_first_step_
 
     options: Any = {"hook": hook, "log_every": 4, "evaluation": rx.Evaluation(EXAMPLES, every_steps=3)}
     expected = counted(None, tmp_path / "whole", **options)
-    for at, case in ((1, {"collate_fn": Collate(1, tiny.fail)}), (8, {}), (9, {})):
+    collates: Any = {1: {"collate_fn": Collate(1, tiny.fail)}}
+    for at in (1, 8, 9):
 
         def fails(step: int, row: Any, at: int = at) -> None:
             assert step != at
 
-        raised(
-            (LookupError, AssertionError), counted, None, tmp_path / str(at), loggers=[fails], **options, **case
-        )
+        more: Any = {"loggers": [fails], **options, **collates.get(at, {})}
+        raised((LookupError, AssertionError), counted, None, tmp_path / str(at), **more)
         assert_same(counted(None, tmp_path / str(at), **options), expected)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -115,9 +114,7 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [other for other, number in layout.items() if number in clashing]
         if others:
-            # The path that shares the longest beginning.
-            equal = [[*map(operator.eq, paths[other], paths[leaf]), False] for other in others]
-            nearest = max(zip(others, equal), key=lambda pair: pair[1].index(False))[0]
+            nearest = min(others, key=lambda other: abs(other - leaf))
             dim = costs.splits[layout[nearest]].leaves[nearest]
             # Without the number of the layer, similar layers share one reason.
             return f"clashes with dim {dim} of {without_numbers(paths[nearest])}"

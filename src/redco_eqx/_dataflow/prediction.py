@@ -248,7 +248,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
         name = without_numbers(paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
     sizes = {"over the batch axes, gradients before all": of_batch, OVER_FSDP: gathered}
-    sizes |= {_line(group, analysis): _total(group) for group in groups.values()}
+    sizes |= {_line(group, analysis): sum(x.num_bytes(merged=True) for x in group) for group in groups.values()}
     total = of_tensor + of_batch + gathered
     return Prediction(
         num_bytes=total,
@@ -266,10 +266,6 @@ def lines_of(sizes: Mapping[str, float]) -> tuple[str, ...]:
     """Lines for a reader, most bytes first."""
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return tuple(f"{size_text(size)} {name}" for name, size in ordered if size > 0)
-
-
-def _total(group: Sequence[Split]) -> float:
-    return sum(split.num_bytes(merged=True) for split in group)
 
 
 def _line(group: Sequence[Split], analysis: Analysis) -> str:

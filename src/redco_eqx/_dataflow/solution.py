@@ -123,16 +123,21 @@ class _Search:
                 made = MADE * sum(values.local_bytes(x) for x in values.members[group])
                 for state, number in self.states[group].items():
                     self.cost[number] += made * values.share(state)
-        self.readers: dict[int, tuple[Hashable, ...]] = defaultdict(tuple)
+        counts = Counter(kinds)
+        readers: dict[int, tuple[Any, ...]] = defaultdict(tuple)
         for operation, kind in zip(values.operations, kinds):
             for place, value in enumerate(operation.operands):
-                self.readers[id(value)] += ((kind, place),)
-        counts = Counter(kinds)
+                readers[id(value)] += ((kind, place),)
+        # The number of values that an operation of a kind reads, on average, by all that read them.
+        self.shares: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+        for all_readers in readers.values():
+            for kind, place in dict.fromkeys(all_readers):
+                self.shares[kind, place][all_readers] += 1 / counts[kind]
         known: dict[Hashable, dict[int, int]] = {}
         for operation, kind in zip(values.operations, kinds):
             if kind not in known:
                 before, after = (times * counts[kind] for times in operation.times)
-                known[kind] = self.add(dataclasses.replace(operation, times=(before, after)))
+                known[kind] = self.add(dataclasses.replace(operation, times=(before, after)), kind)
             self.strategies.append(known[kind])
 
     def variable(
@@ -178,7 +183,7 @@ class _Search:
             terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]
         self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
-    def add(self, operation: Operation) -> dict[int, int]:
+    def add(self, operation: Operation, kind: Hashable) -> dict[int, int]:
         """Add an operation: its strategies, whose variables are returned, and the flows from and to its
         values."""
         numbers: dict[int, int] = {}
@@ -198,10 +203,10 @@ class _Search:
                 for state, number in self.states_of(value).items():
                     self.equal([number], [j for other, _, j in ends if other == state])
             else:
-                self.flow(operation, value, ends, is_operand=True)
+                self.flow(operation, value, ends, self.shares[kind, place])
         for place, value in results:
             ends = [(self.values.slot(value, s.gives[place]), s.is_late, j) for s, j in chosen]
-            self.flow(operation, value, ends, is_operand=False)
+            self.flow(operation, value, ends, {})
         return numbers
 
     def sent(
@@ -215,9 +220,14 @@ class _Search:
         return found
 
     def flow(
-        self, operation: Operation, value: Value, ends: Sequence[tuple[State, bool, int]], *, is_operand: bool
+        self,
+        operation: Operation,
+        value: Value,
+        ends: Sequence[tuple[State, bool, int]],
+        shares: dict[Any, float],
     ) -> None:
-        """Add the flows between the states of a value and the strategies that consume or produce these."""
+        """Add the flows between the states of a value and the strategies that consume or produce these. Only
+        an operand has `shares`."""
         states = self.states_of(value)
         if not states:
             return
@@ -226,16 +236,16 @@ class _Search:
             by_end[state, is_late].append(number)
         flows: dict[tuple[State, tuple[State, bool]], int] = {}
         for own, end in itertools.product(states, by_end):
-            way = (own, end[0]) if is_operand else (end[0], own)
+            way = (own, end[0]) if shares else (end[0], own)
             price = self.values.change(value, *way)
             if price == math.inf:
                 continue
-            sends = [] if is_operand else self.sent(operation, value, *way, end[1])
+            sends = [] if shares else self.sent(operation, value, *way, end[1])
             flows[own, end] = self.variable(0.0, sends)
             price *= operation.times[0]  # 0 in a scan of no steps
-            if is_operand and price:
-                places = map(self.values.states[self.values.group(value)].index, way)
-                self.changes[self.readers[id(value)], kind(*way), *places].append((flows[own, end], price))
+            for readers, share in shares.items() if price else ():
+                key = readers, kind(*way), *map(self.values.states[self.values.group(value)].index, way)
+                self.changes[key].append((flows[own, end], price * share))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])
         for end, several in by_end.items():

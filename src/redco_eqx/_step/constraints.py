@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from redco_eqx._base.compiler import compiler_of
-from redco_eqx._base.jaxprs import Operand, abstract, body, dtype_of, shape_of, type_of
+from redco_eqx._base.jaxprs import Operand, abstract, body, shape_of, type_of
+from redco_eqx._base.tree import is_key
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
@@ -139,9 +139,7 @@ class _Constraints:
     def _put(self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State) -> Operand:
         """Add a constraint of `atom` to `equations`, and return its result."""
         # `jax.new_ref` makes something other than an array, which is written in place.
-        is_array = isinstance(atom.aval, ShapedArray) and not jnp.issubdtype(
-            dtype_of(atom), jax.dtypes.extended
-        )
+        is_array = isinstance(atom.aval, ShapedArray) and not is_key(atom.aval)
         if isinstance(atom, Literal) or state == PENDING or not is_array or not any(shape_of(atom)):
             return atom
         sharding = NamedSharding(self.mesh, self.spec(value, state))

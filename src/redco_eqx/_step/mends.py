@@ -151,7 +151,7 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
 # Pads, taken apart: the partitioner is wrong where a whole dim is padded into a split one.
 #
 # A pad that cuts one end and extends the other gives wrong values, and one with elements between others ends in
-# an error of the verifier: jaxlib 0.10.2. No upstream issue known.
+# an error of the verifier: jaxlib 0.10.2 and 0.12.0. No upstream issue known.
 
 
 def replace_pad(equation: JaxprEqn) -> Callable[..., Array] | None:

@@ -310,7 +310,7 @@ class Training:
             last.compared = compare_copies(self.state.params, when, last.waited)
         if hook is not None:  # if it raises, the window is saved, so that a resumed run calls it for this row
             self._catch_up()
-            self._call(hook, self.reporter.metrics)
+            self.run = self._call(hook, self.reporter.metrics, self.run)
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -339,24 +339,20 @@ class Training:
         except _StoppedError:
             return False
         self.reporter.row(self.run.step, row)
-        before, self.run = self.run, self.run.evaluated(row)
-        try:
-            if self.hook is not None:
-                self._call(self.hook, row)
-        except BaseException:  # a resumed run evaluates again, and calls the hook
-            self.run = before
-            raise
+        run = self.run.evaluated(row)
+        self.run = run if self.hook is None else self._call(self.hook, row, run)  # if it raises, it comes again
         return True
 
-    def _call(self, hook: Hook, row: Mapping[str, float]) -> None:
+    def _call(self, hook: Hook, row: Mapping[str, float], run: RunRecord) -> RunRecord:
         before = self.state
         with self.reporter.paused():
-            self.run, self.state = apply_hook(hook, self.run, row, self.state)
+            run, self.state = apply_hook(hook, run, row, self.state)
         if self.state is not before and is_shared(self._mesh):
             from redco_eqx._training.identity import compare_states
 
             compare_states(self.state, "The hook changed the state differently on another process")
         self.watchdog.beat()
+        return run
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
         """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
