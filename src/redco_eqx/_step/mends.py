@@ -166,9 +166,10 @@ def replace_pad(equation: JaxprEqn) -> Callable[..., Array] | None:
         for dim, (low, high, between) in enumerate(config):
             last = between if x.shape[dim] else 0  # first, the last element also gets those that follow it
             ends.append((low, high - last))
-            parts = jax.lax.expand_dims(x, [dim + 1])
-            parts = jax.lax.pad(parts, value, [(0, last * (i == dim + 1), 0) for i in range(parts.ndim)])
-            x = parts.reshape(*x.shape[:dim], x.shape[dim] * (last + 1), *x.shape[dim + 1 :])
+            if last:
+                parts = jax.lax.expand_dims(x, [dim + 1])
+                parts = jax.lax.pad(parts, value, [(0, last * (i == dim + 1), 0) for i in range(parts.ndim)])
+                x = parts.reshape(*x.shape[:dim], x.shape[dim] * (last + 1), *x.shape[dim + 1 :])
         x = jax.lax.pad(x, value, [(max(low, 0), max(high, 0), 0) for low, high in ends])
         limits = [size + min(high, 0) for size, (_, high) in zip(x.shape, ends)]
         return jax.lax.slice(x, [max(-low, 0) for low, _ in ends], limits)
