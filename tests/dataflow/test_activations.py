@@ -22,7 +22,7 @@ from quickstart import Transformer
 import redco_eqx as rx
 from redco_eqx._dataflow import search, solution
 from redco_eqx._dataflow.choice import PENDING, WHOLE
-from redco_eqx._dataflow.solution import kind
+from redco_eqx._dataflow.solution import collective_of
 from redco_eqx._step import constraints
 
 SGD = optax.sgd(0.1)
@@ -38,7 +38,7 @@ OF_LOSSES: dict[str, float] = {"rtol": 1e-5}
 def test_a_change_of_layout_has_the_name_of_its_collective() -> None:
     changes = {"all-reduce": (PENDING, WHOLE), "reduce-scatter": (PENDING, 0), "all-gather": (0, WHOLE)}
     for name, change in {**changes, "all-to-all": (0, 1)}.items():
-        assert kind(*change) == name
+        assert collective_of(*change) == name
 
 
 def tokens(model: Any, x: Any) -> Any:

@@ -255,17 +255,18 @@ def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
             f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. Does the function return "
             'it? Metrics have one level of names: {"group/name": value}.'
         )
-    if not isinstance(x, Mean):
-        # Widened first, because the product may not fit into the dtype of a metric.
-        x = Mean(jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) * weight, weight)
-    for part in ("total", "weight"):
-        if jnp.shape(getattr(x, part)) != ():
+    is_mean = isinstance(x, Mean)
+    parts = {"total": x.total, "weight": x.weight} if is_mean else {"total": x, "weight": weight}
+    for part, number in parts.items():
+        if jnp.shape(number) != ():
             raise ValueError(
-                f"{what} must be a scalar or a Mean of scalars, but its {part} has shape "
-                f"{jnp.shape(getattr(x, part))}. Sum it, and return Mean(total, weight)."
+                f"{what} must be a scalar or a Mean of scalars, but its {part} has shape {jnp.shape(number)}. "
+                "Sum it, and return Mean(total, weight)."
             )
-    total, weight = jnp.asarray(x.total), jax.lax.stop_gradient(jnp.asarray(x.weight))
+    total, weight = map(jnp.asarray, parts.values())
     dtype = jnp.promote_types(total.dtype, jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{what} must be a real number, but has dtype {total.dtype}.")
-    return Mean(total.astype(dtype), weight.astype(dtype))
+    total, weight = total.astype(dtype), jax.lax.stop_gradient(weight).astype(dtype)
+    # Widened before, because the product may not fit into the dtype of a metric.
+    return Mean(total if is_mean else total * weight, weight)

@@ -214,7 +214,7 @@ class _Search:
     ) -> list[tuple[str, float]]:
         """The bytes that are sent, by kind, if a result in state `own` is needed in state `given`."""
         times = operation.times[1]
-        found = [(kind(given, own), times * self.values.change(value, given, own))]
+        found = [(collective_of(given, own), times * self.values.change(value, given, own))]
         if operation.over_batch:
             found.append(("over the batch", times * self.values.over_batch(value, own, is_late)))
         return found
@@ -244,7 +244,7 @@ class _Search:
             flows[own, end] = self.variable(0.0, sends)
             price *= operation.times[0]  # 0 in a scan of no steps
             for readers, share in shares.items() if price else ():
-                key = readers, kind(*way), *map(self.values.states[self.values.group(value)].index, way)
+                key = readers, collective_of(*way), *map(self.values.states[self.values.group(value)].index, way)
                 self.changes[key].append((flows[own, end], price * share))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])
@@ -267,7 +267,8 @@ class _Search:
         return Solution(self.values, every, strategies, {name: size for name, size in sent.items() if size})
 
 
-def kind(before: State, after: State) -> str:
+def collective_of(before: State, after: State) -> str:
+    """The kind of collective that changes a value from one state to another."""
     if before == PENDING:
         return "all-reduce" if after == WHOLE else "reduce-scatter"
     return "all-gather" if after == WHOLE else "all-to-all"
