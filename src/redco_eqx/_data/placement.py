@@ -1,7 +1,7 @@
 """Place batches on the mesh: their sizes, the rows that a process needs, and the arrays from `collate_fn`."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,24 +72,10 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
         )
 
 
-def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
-    """Return the rows that these devices hold between them, in ascending order and without duplicates.
-
-    **Arguments:**
-
-    - `indices`: for each device, the index of its piece, as in
-        `sharding.addressable_devices_indices_map((size,))`.
-    - `size`: number of rows of the whole array.
-    """
-    needed = np.zeros(size, bool)
-    for index in indices.values():
-        needed[index] = True
-    return np.flatnonzero(needed)
-
-
 @functools.lru_cache(maxsize=64)
 def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """Return the sharding of a batch of this size, and the rows of the batch that this process needs.
+    """Return the sharding of a batch of this size, and the rows of the batch that this process needs,
+    in ascending order.
 
     Raises `ValueError` if this process has no device in the mesh.
     """
@@ -100,7 +86,10 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
             f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
             "placed from it. Call batches only where the mesh has devices."
         )
-    return sharding, needed_rows(indices, size)
+    needed = np.zeros(size, bool)
+    for index in indices.values():
+        needed[index] = True
+    return sharding, np.flatnonzero(needed)
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:

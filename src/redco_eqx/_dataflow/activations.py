@@ -9,7 +9,7 @@ from redco_eqx._base.compiler import GPU, compiler_of
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.engine import Analysis, RoleOf, factors
 from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
-from redco_eqx._dataflow.solution import Solution, solve
+from redco_eqx._dataflow.solution import OVER_BATCH, Solution, solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,6 @@ class ActivationLayout(Analysis):
     solution: Solution
 
     def dim_of(self, leaf: int) -> int | None:
-        """The dim of a parameter that is split, or `None`."""
         value = self.walk.parameters[leaf]
         return self.solution.values.dim_of(value, self.solution.state(value))
 
@@ -42,6 +41,10 @@ class ActivationLayout(Analysis):
             return dataclasses.replace(self, solution=solve(self.solution.values, fixed=fixed))
         except ValueError:
             return None
+
+    def sent(self, *, merged: bool) -> tuple[float, float]:
+        batch = self.solution.sent.get(OVER_BATCH, 0.0)
+        return sum(self.solution.sent.values()) - batch, batch
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
@@ -70,8 +73,7 @@ def choose_with_activations(
     """
     costs = analysis.costs
     values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
-    dims = {leaf: costs.splits[number].leaves[leaf] for leaf, number in analysis.layout.items()}
-    held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.traced.paths))]
+    held = [costs.held(leaf, analysis.dim_of(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)
     budget = sum(held) * 1.001 if max_bytes is None else max_bytes
     solution = solve(values, fixed=decided, max_bytes=budget, held=costs.held)

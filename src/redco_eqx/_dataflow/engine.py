@@ -151,6 +151,12 @@ class Analysis:
         """The bytes that a device sends in a step."""
         return simulate(self.costs, self.walk, self.layout)
 
+    def sent(self, *, merged: bool) -> tuple[float, float]:
+        """Bytes that a device sends over `tensor`, and for sums over the batch axes."""
+        sent, over_batch = self.simulated, self.costs.leads.over_batch
+        batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
+        return sent.num_bytes(merged=merged) - batch, batch
+
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The analysis with a layout that splits these dims, by path, or `None` if its cost is not known."""
         layout = as_layout(self.costs, self.traced.by_leaf(dims))
@@ -161,6 +167,11 @@ class Analysis:
         work = (1 - 1 / self.costs.tensor) * sum(self.costs.work[leaf] for leaf in layout)
         gained = self.costs.worth_of_work(work) + MEMORY * freed_bytes(self.costs, layout)
         return gained - simulate(self.costs, self.walk, layout).num_bytes(merged=True)
+
+    def dim_of(self, leaf: int) -> int | None:
+        """The dim of a parameter that is split, or `None`."""
+        number = self.layout.get(leaf)
+        return None if number is None else self.costs.splits[number].leaves[leaf]
 
     def roles(self) -> dict[str, RoleOf]:
         """The role of each array that the program takes, by path."""

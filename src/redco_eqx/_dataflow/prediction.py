@@ -173,7 +173,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         whole, num_parts, num_summed = stored[path]
         # An array that is used in each step of a loop is gathered once, and so is one that is used in pieces.
         used = sum({id(x): x.num_bytes * max(times, 1.0) for _, x, times in uses[leaf]}.values())
-        size = min(whole, used / (analysis.costs.tensor if leaf in analysis.layout else 1))
+        size = min(whole, used / (1 if analysis.dim_of(leaf) is None else analysis.costs.tensor))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
         most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
@@ -223,9 +223,7 @@ def sent_by_axes(
     analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler
 ) -> tuple[float, float, float]:
     """Bytes that a layout sends over `tensor`, for sums over the batch axes, and for arrays stored split."""
-    sent, over_batch = analysis.simulated, analysis.costs.leads.over_batch
-    batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=compiler.merges)
-    return sent.num_bytes(merged=compiler.merges) - batch, batch, over_fsdp(analysis, stored, compiler)
+    return *analysis.sent(merged=compiler.merges), over_fsdp(analysis, stored, compiler)
 
 
 def opaque_of(analysis: Analysis) -> tuple[str, ...]:

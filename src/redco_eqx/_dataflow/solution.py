@@ -19,6 +19,10 @@ MADE = 0.003
 computes less wins. Work is weighed as for layouts of only the parameters."""
 
 
+OVER_BATCH = "over the batch"
+"""A kind of bytes sent, beside those of collectives over `tensor`."""
+
+
 class Solution(NamedTuple):
     """The states of groups, the strategies of operations, and the bytes that a device sends by the ring, by
     kind."""
@@ -124,10 +128,11 @@ class _Search:
                 for state, number in self.states[group].items():
                     self.cost[number] += made * values.share(state)
         counts = Counter(kinds)
-        readers: dict[int, tuple[Any, ...]] = defaultdict(tuple)
+        readers: dict[Any, tuple[Any, ...]] = defaultdict(tuple)
         for operation, kind in zip(values.operations, kinds):
+            inside = operation.step and id(operation.step.checkpoint)  # which changes its own copies
             for place, value in enumerate(operation.operands):
-                readers[id(value)] += ((kind, place),)
+                readers[id(value), inside] += ((kind, place),)
         # The number of values that an operation of a kind reads, on average, by all that read them.
         self.shares: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
         for all_readers in readers.values():
@@ -216,7 +221,7 @@ class _Search:
         times = operation.times[1]
         found = [(collective_of(given, own), times * self.values.change(value, given, own))]
         if operation.over_batch:
-            found.append(("over the batch", times * self.values.over_batch(value, own, is_late)))
+            found.append((OVER_BATCH, times * self.values.over_batch(value, own, is_late)))
         return found
 
     def flow(
@@ -235,16 +240,20 @@ class _Search:
         for state, is_late, number in ends:
             by_end[state, is_late].append(number)
         flows: dict[tuple[State, tuple[State, bool]], int] = {}
+        place = self.values.states[self.values.group(value)].index
+        # A stack of layers changes in the loop, one layer at a time. All at once, it would take more memory.
+        times, times_beyond = operation.times if shares else operation.times[::-1]
+        is_stack = times < times_beyond
         for own, end in itertools.product(states, by_end):
             way = (own, end[0]) if shares else (end[0], own)
             price = self.values.change(value, *way)
-            if price == math.inf:
+            if price == math.inf or (is_stack and own != end[0] and own in (state for state, _ in by_end)):
                 continue
             sends = [] if shares else self.sent(operation, value, *way, end[1])
             flows[own, end] = self.variable(0.0, sends)
             price *= operation.times[0]  # 0 in a scan of no steps
             for readers, share in shares.items() if price else ():
-                key = readers, collective_of(*way), *map(self.values.states[self.values.group(value)].index, way)
+                key = readers, collective_of(*way), *map(place, way)
                 self.changes[key].append((flows[own, end], price * share))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from redco_eqx._base.jaxprs import body
-from redco_eqx._base.protocols import Mean
+from redco_eqx._base.protocols import Mean, SplitActivations
 from redco_eqx._base.tree import is_array, to_arrays
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class TracedStep:
     - `fixed`: for each of these arrays, the reason why it is not trained; empty if it is. `STATE` is not split.
     - `trained`: for each of these arrays, the index of the result that is its gradient, or `None`.
     - `num_batch`: the number of inputs after the model's arrays that are the batch.
+    - `splits`: true if the layout is also one of the activations, see `split_activations`.
     """
 
     jaxpr: Jaxpr
@@ -34,6 +35,7 @@ class TracedStep:
     fixed: list[str]
     trained: list[int | None]
     num_batch: int
+    splits: bool = False
 
     def by_leaf(self, of_paths: Mapping[str, T]) -> dict[int, T]:
         """The entries for paths that the program takes, by the index of the array."""
@@ -112,7 +114,8 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         first = len(jaxpr.outvars) - len(chosen)
         for n, i in enumerate(chosen):
             trained[i] = first + n
-    return TracedStep(jaxpr, list(to_arrays(dynamic)), arrays, fixed, trained, len(rows))
+    splits = isinstance(function, SplitActivations)
+    return TracedStep(jaxpr, list(to_arrays(dynamic)), arrays, fixed, trained, len(rows), splits)
 
 
 def _is_state(x: Any) -> bool:

@@ -223,7 +223,8 @@ class Use:
 class Step:
     """An operation: its operands and results, how often it is done, and the events if these are split.
 
-    `block` is that of an [`Event`][]; `bodies` are the programs inside the operation that were walked.
+    `block` is that of an [`Event`][]; `bodies` are the programs inside the operation that were walked;
+    `checkpoint` is the `jax.checkpoint` that contains it.
     """
 
     equation: JaxprEqn
@@ -234,6 +235,7 @@ class Step:
     block: str = ""
     handed: tuple[float, float] | None = None
     bodies: "list[Body]" = dataclasses.field(default_factory=list)
+    checkpoint: JaxprEqn | None = None
 
 
 class Body(NamedTuple):

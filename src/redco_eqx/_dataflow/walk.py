@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from redco_eqx._base.jaxprs import Operand, num_bytes, shape_of, used
+from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, num_bytes, shape_of, used
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
     ADDING,
@@ -46,12 +46,14 @@ class Walk:
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name.
-    - `equation`: the operation that the walk is at; `block`: the building block that it is in.
+    - `equation`: the operation that the walk is at; `block`, `checkpoint`: the building block and the
+        `jax.checkpoint` that it is in.
     """
 
     def __init__(self, rule_of: Callable[[JaxprEqn], Rule], block: str = ""):
         self.rule_of, self.block = rule_of, block
         self.equation: Any = None
+        self.checkpoint: JaxprEqn | None = None
         self.parameters: list[Value] = []
         self.gradients: list[Value | None] = []
         self.rows: list[Value] = []
@@ -77,8 +79,9 @@ class Walk:
         for equation in itertools.compress(program.eqns, flags):
             operands = [read(atom) for atom in equation.invars]
             num_steps, num_events = len(self.steps), len(self.events)
-            around = self.equation, self.block, self.bodies
+            around = self.equation, self.block, self.bodies, self.checkpoint
             self.block, self.bodies = block_of(equation) or self.block, []
+            self.checkpoint = equation if equation.primitive.name in CHECKPOINTS else self.checkpoint
             results = self.results(equation, operands)
             if self.block in ENDS:  # which take a table split over its rows, or whole
                 for table in (x for x in operands if x.weights):
@@ -86,11 +89,12 @@ class Walk:
             if self.block in ADDING and equation.primitive.name in LATER:
                 self._sum_later(operands, results)
             own = self.events[num_events:]
-            step = Step(equation, self.times, operands, results, own, self.block, bodies=self.bodies)
+            inside = self.bodies, self.checkpoint
+            step = Step(equation, self.times, operands, results, own, self.block, None, *inside)
             if len(self.steps) == num_steps:  # otherwise it has a body, whose steps are recorded instead
                 self.steps.append(step)
             done.append(step)
-            self.equation, self.block, self.bodies = around
+            self.equation, self.block, self.bodies, self.checkpoint = around
             values.update(zip(equation.outvars, results))
         found = [read(atom) for atom in program.outvars]
         self.bodies.append(Body(arguments, found, done))

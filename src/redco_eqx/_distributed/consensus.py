@@ -55,11 +55,6 @@ def from_first(make: Callable[[], T]) -> T:
     return json.loads(from_all(text)[0])
 
 
-def on_first(act: Callable[[], object]) -> None:
-    """Call `act()` on process 0. An error in it is raised on all processes."""
-    from_first(lambda: act() and None)
-
-
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
     """Return `load()`. If the call raises `failure` on one process, the error is raised on every process.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
@@ -111,13 +110,6 @@ def peak_by_message(message: str) -> int | None:
     """Read the peak from the message of a compiler that ran out of memory."""
     found = next(filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None)
     return None if found is None else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
-
-
-def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
-    """List the largest arrays of a state on one device, `{path: bytes}`."""
-    arrays = {**state.params, **state.frozen, **state.model_state}
-    sizes = {path: _bytes(x) for path, x in arrays.items()}
-    return dict(sorted(sizes.items(), key=lambda item: -item[1])[:most])
 
 
 def _bytes(tree: PyTree) -> int:

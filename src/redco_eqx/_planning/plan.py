@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._base.compiler import compiler_of
-from redco_eqx._base.protocols import Batch, LossFn, check_positive
+from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
-from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops
+from redco_eqx._planning.memory import Memory, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
 from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
 from redco_eqx._sharding.mesh import AXES, batch_sharding, context_of, make_mesh, num_batch_shards
@@ -28,6 +28,9 @@ from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
 
 MakeModel: TypeAlias = Callable[..., PyTree]
+
+SPLIT = "split_activations"
+"""The name among the options of a trial that says if the activations are laid out."""
 
 RESERVE = 0.05
 """The part of a device's memory that a step leaves to what the compiler does not count, such as the runtime and
@@ -77,9 +80,6 @@ class MeshPlan:
         lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}", ""]
         lines += table(_of_memory(best.memory, self.capacity), right=(1,))
         if not self.fits:
-            lines += ["", "largest arrays of the state, on a device"]
-            arrays = largest_arrays(best.state).items()
-            lines += table([(path, f"{gib(size)} GiB") for path, size in arrays], right=(1,))
             lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
@@ -157,7 +157,8 @@ def plan(
     **Main arguments:**
 
     - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
-    - `loss_fn`, `optimizer`: those of the run.
+    - `loss_fn`, `optimizer`: those of the run. A loss from [`split_activations`][] is tried with and without
+        it: see `options["split_activations"]` of a trial.
     - `batch`: the batch for `loss_fn`, over all devices. Its arrays may be abstract.
     - `target`: for TPUs, for example `"v4:2x2x4"` or `"v5e:4x4"`; for the GPUs of one server, for example
         `"a100-40g:4"` or `"h100:8"`; a sequence of devices; or `None` for the devices of this machine.
@@ -217,13 +218,16 @@ def plan(
         flops = num_flops(traced.jaxpr)
 
         @functools.cache  # independent of how many of the other devices `fsdp` has, if any
-        def analysis(tensor: int, has_fsdp: bool) -> Analysis:
+        def analysis(tensor: int, has_fsdp: bool, splits: bool) -> Analysis:
             fsdp = len(on.devices) // tensor if has_fsdp else 1
-            return analyse(traced, shapes, make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices))
+            there = make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices)
+            return analyse(dataclasses.replace(traced, splits=splits), shapes, there)
 
-        for mesh in on_meshes:
+        for mesh, splits in itertools.product(on_meshes, (False, True) if traced.splits else (False,)):
             tensor, num_shards = mesh.shape["tensor"], num_batch_shards(mesh)
-            found = analysis(tensor, mesh.shape["fsdp"] > 1)
+            if splits and tensor == 1:
+                continue
+            found = analysis(tensor, mesh.shape["fsdp"] > 1, splits)
             explained = explain_by(found, shapes, mesh)
             placed = jax.tree.map(_placed, shapes, explained.shardings)
             state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)
@@ -238,7 +242,8 @@ def plan(
             for count in counts:
                 if num_rows % (num_shards * count) == 0:
                     sent = once + sum(for_batch) * (count if is_for_each else 1)
-                    yield Trial(mesh, values, count, state, local, on, memory, own, sent)
+                    own_options = {**values, SPLIT: splits} if traced.splits else values
+                    yield Trial(mesh, own_options, count, state, local, on, memory, own, sent)
 
     options = options or {}
     variants = [dict(zip(options, values)) for values in itertools.product(*options.values())]
@@ -248,12 +253,13 @@ def plan(
             f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} evenly into "
             f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
         )
-    step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
 
     def compile(trial: Trial) -> Trial:
         if progress:
             print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
-        return attempt(trial, step, capacity)
+        is_plain = isinstance(loss_fn, SplitActivations) and not trial.options[SPLIT]
+        function = loss_fn.function if is_plain else loss_fn
+        return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
 
     return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))
 

@@ -28,7 +28,7 @@ class Trial:
     """One way to train: the facts that follow from the program and its layout, and those of the compiled step.
 
     - `mesh`: a mesh of the target's devices.
-    - `options`: the options of the model, by name.
+    - `options`: the options of the model, by name, and `split_activations` if the loss function asks for it.
     - `num_microbatches`: as for `train_step`.
     - `state`, `batch`: the abstract state of a run, and its batch, laid out on the mesh.
     - `target`: the devices.

@@ -13,7 +13,6 @@ from redco_eqx._base.tree import describe, size_text, table
 from redco_eqx._sharding.mesh import axes_in, axes_of, axis_size, stored_axes, tensor_dim
 
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
-    from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction, Stored
 
@@ -56,7 +55,7 @@ class Explanation:
     decisions: dict[str, Decision]
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
-    _analysis: "Analysis | ActivationLayout | None" = None
+    _analysis: "Analysis | None" = None
 
     @functools.cached_property
     def communication(self) -> "Prediction | None":

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._base.protocols import SplitActivations
 from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, to_arrays
 from redco_eqx._sharding.explanation import Decision, Explanation
 from redco_eqx._sharding.mesh import (
@@ -35,7 +34,6 @@ from redco_eqx._sharding.mesh import (
 from redco_eqx._sharding.roles import Role, tensor_roles
 
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
-    from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.tracing import TracedStep
 
@@ -144,20 +142,7 @@ def explain(
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
-    if analysis is None or not isinstance(loss_fn, SplitActivations) or axis_size(mesh, "tensor") == 1:
-        return explain_by(analysis, model, mesh, chosen)
-    from redco_eqx._dataflow.activations import choose_with_activations
-
-    fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    budget = _budget(model, max_bytes_per_device)
-    layout: Any = analysis
-    try:
-        layout = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget)
-    except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
-        warnings.warn(
-            f"shard_rules: activations do not count in this layout: {error}.", ShardingWarning, stacklevel=3
-        )
-    return explain_by(layout, model, mesh, chosen)
+    return explain_by(analysis, model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -239,19 +224,23 @@ def analyse(
     analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
     given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    return choose_layout(analysis, given=given, fixed=fixed, max_bytes=_budget(model, max_bytes_per_device))
+    constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
+    budget = None if max_bytes_per_device is None else float(max_bytes_per_device - constants)
+    layout = choose_layout(analysis, given=given, fixed=fixed, max_bytes=budget)
+    if not traced.splits or tensor == 1:
+        return layout
+    from redco_eqx._dataflow.activations import choose_with_activations
 
-
-def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:
-    """Bytes left on a device for arrays that can be split. NumPy constants stay whole."""
-    if max_bytes_per_device is None:
-        return None
-    arrays = to_arrays(model).values()
-    return float(max_bytes_per_device - sum(x.nbytes for x in arrays if isinstance(x, np.ndarray | np.generic)))
+    try:
+        return choose_with_activations(layout, mesh, fixed=fixed, max_bytes=budget)
+    except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
+        text = f"shard_rules: activations do not count in this layout: {error}."
+        warnings.warn(text, ShardingWarning, stacklevel=5)
+        return layout
 
 
 def explain_by(
-    analysis: "Analysis | ActivationLayout | None",
+    analysis: "Analysis | None",
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),

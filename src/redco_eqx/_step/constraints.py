@@ -11,14 +11,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyrigh
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from redco_eqx._base.compiler import compiler_of
-from redco_eqx._base.jaxprs import Operand, abstract, body, shape_of, type_of
+from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, abstract, body, shape_of, type_of
 from redco_eqx._base.tree import is_key
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
-from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num_batch_shards
+from redco_eqx._sharding.mesh import BATCH_AXES, STORED, ShardingWarning, axis_size, num_batch_shards
 from redco_eqx._step.mends import lay
 
 
@@ -96,7 +96,9 @@ class _Constraints:
                 put(read(x), value, self.state(value)) if any(value.dims) else read(x) for x, value in pairs
             ]
 
-        outside = [x for x in found.arguments if not x.is_data] if around is None else around.operands
+        # XLA may give another layout to what passes the barrier of a checkpoint.
+        is_open = around is not None and around.equation.primitive.name not in CHECKPOINTS
+        outside = around.operands if is_open else [x for x in found.arguments if not x.is_data]
         known = {id(x) for x in outside}  # already laid out
         for var, value in zip(jaxpr.invars, found.arguments):
             if id(value) not in known and any(value.dims):
@@ -131,8 +133,9 @@ class _Constraints:
                 # instead.
                 if given is not None and given != own and own != PENDING:
                     out = put(out, value, WHOLE if given == PENDING else given)
-                # This may be a weight that is not gathered yet.
+                # This may be a weight that is not gathered yet, or a gradient that is stored like one.
                 is_stored = "fsdp" in self._axes and not value.is_data
+                is_stored |= STORED in tuple(getattr(equation.params.get("sharding"), "spec", ()))
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=leave())
 

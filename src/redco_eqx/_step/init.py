@@ -100,9 +100,7 @@ def init_state(
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
-        stored=tuple(
-            path for path in (*params, *frozen) if layout is not None and STORED in tuple(layout[path].spec)
-        ),
+        stored=tuple(path for path in arrays if layout is not None and STORED in tuple(layout[path].spec)),
     )
 
 

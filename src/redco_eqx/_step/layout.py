@@ -210,7 +210,7 @@ def program_of(
 
 def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: bool) -> Program:
     """Return the program with each value laid out over `tensor`."""
-    from redco_eqx._dataflow.tracing import STATE, TracedStep
+    from redco_eqx._dataflow.tracing import TracedStep
     from redco_eqx._step.constraints import lay_out
 
     params, frozen, model_state, batch, _ = inputs
@@ -218,8 +218,7 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
     jaxpr = program.closed.jaxpr
     first = len(jaxpr.outvars) - len(params)
     trained = [first + i if is_gradient and i < len(params) else None for i in range(len(names))]
-    fixed = [""] * (len(params) + len(frozen)) + [STATE] * len(model_state)
-    traced = TracedStep(jaxpr, names, [], fixed, trained, len(jax.tree.leaves(batch)))
+    traced = TracedStep(jaxpr, names, [], [], trained, len(jax.tree.leaves(batch)))
     dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
     return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
 

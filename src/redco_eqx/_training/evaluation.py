@@ -264,9 +264,8 @@ class Evaluation:
 
     def or_else(self, **defaults: Any) -> "Evaluation":
         """Return a copy with these values for the fields that are `None`."""
-        return dataclasses.replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
         """Evaluate one batch, so that an error comes before a run and not during it. Write no files."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value

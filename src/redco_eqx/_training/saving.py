@@ -15,7 +15,7 @@ from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
 from redco_eqx._checkpoint.restore import first_good, read, select
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
-from redco_eqx._distributed.consensus import from_first, on_first, together
+from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.course import Plan, TrainingInterrupted
 from redco_eqx._training.identity import compare_states, programs_of, what_differs
@@ -84,7 +84,7 @@ class Saver:
             return read(info, like, chosen), info, before
 
         (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
-        on_first(lambda: [path.rename(path.with_name(path.name + ".damaged")) for path in damaged])
+        from_first(lambda: [str(path.rename(path.with_name(path.name + ".damaged"))) for path in damaged])
         self._source, self.path, self._saved = info, info.path, _saved(before)
         began = {name: x for name, x in (before.identity or {}).items() if name in ("key", "parameters")}
         changes: dict[str, Any] = {
