@@ -51,7 +51,6 @@ def test_what_a_refused_step_needs_is_said_and_is_what_a_larger_chip_gives_it() 
     assert not refused.fits
     assert refused.memory.peak > refused.capacity
     assert "DOES NOT FIT" in str(refused)
-    assert re.search(r"largest arrays of the state, on a device\n\S*layers", str(refused))
     assert taken.fits
     assert refused.memory.peak == pytest.approx(taken.memory.peak, rel=0.05)
     # The stream at each of 16 layers, and not what these compute, except for one layer and the head.

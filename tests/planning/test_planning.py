@@ -125,7 +125,7 @@ def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> No
 def test_what_does_not_fit_says_what_would_help() -> None:
     none = plan(bytes_per_device=1000, mesh={"data": 8})
     assert none.memory.peak > none.capacity  # a mesh that is asked for is compiled
-    for words in ("DOES NOT FIT", "to hold the state: more devices", "layers.0.weight"):
+    for words in ("DOES NOT FIT", "to hold the state: more devices"):
         assert words in str(none), words
     long = {name: jax.ShapeDtypeStruct((4096, 16), jnp.float32) for name in BATCH}
     whole = plan(batch=long, mesh={"data": 8})

@@ -1,14 +1,12 @@
 """`make_mesh`, `batch_sharding`, and the meshes that are refused."""
 
-import itertools
 import math
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from helpers import assert_refused
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import batch_sharding, make_mesh
@@ -46,7 +44,6 @@ def test_given_devices_are_used_in_their_order():
     assert meshes.one_device_mesh(devices[0]) == one
 
 
-DP_TP, DATA_TENSOR = jax.make_mesh((2, 4), ("dp", "tp")), ("data", "tensor")
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 0}, "tensor=0"),
     ({"data": -2}, "data=-2"),
@@ -55,12 +52,6 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 3}, "tensor=3 needs a multiple of 3 devices, but there are 8"),
     ({"devices": []}, "there are none"),
     ({"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices"),
-    *(
-        ({"mesh": DP_TP, "names": names}, r"has axes \('dp', 'tp'\), each of which needs one of the names")
-        for names in (None, ("data",), ("data", "tp"), ("data", "tensor", "fsdp"))
-    ),
-    ({"mesh": DP_TP, "names": DATA_TENSOR, "tensor": 4}, r"Leave out tensor, fsdp, data, devices"),
-    ({"names": DATA_TENSOR}, r"but mesh= is missing"),
 ]
 
 
@@ -77,16 +68,16 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
 
 def test_meshes_that_are_refused_are_so_with_the_fix():
     explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    check_mesh(make_mesh(mesh=explicit))
+    check_mesh(Mesh(explicit.devices, explicit.axis_names))
     of_explicit, of_foreign = (
         "mesh axes ('tensor',) are not of AxisType.Auto",
         f"at least one of {AXES} is needed",
     )
     for mesh, *words in (
-        (explicit, of_explicit, "make_mesh(mesh=mesh)"),
+        (explicit, of_explicit, "Mesh(mesh.devices, mesh.axis_names)"),
         (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),
-        (own_mesh((8,), ("x",)), of_foreign, "('x',)", "make_mesh(mesh=mesh, names="),
-        (own_mesh((8, 1), ("dp", "tp")), of_foreign, "('dp', 'tp')", 'names=("data", "tensor"))'),
+        (own_mesh((8,), ("x",)), of_foreign, "('x',)", "Mesh(mesh.devices, "),
+        (own_mesh((8, 1), ("dp", "tp")), of_foreign, "('dp', 'tp')", 'Mesh(mesh.devices, ("data", "tensor"))'),
     ):
         for refuses in (check_mesh, batch_sharding):
             with pytest.raises(ValueError, match="mesh") as error:
@@ -116,29 +107,3 @@ def test_a_missing_axis_is_of_size_one():
     sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
     assert {axes: meshes.axis_size(mesh, axes) for axes in sizes} == sizes
     assert {axes: meshes.axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
-
-
-# A mesh of the user's own.
-
-
-OWN = [
-    ((8,), ("data",), None, (8, 1, 1)),
-    ((2, 4), ("dp", "tp"), ("data", "tensor"), (2, 1, 4)),
-    ((4, 2), ("tp", "dp"), ("tensor", "data"), (2, 1, 4)),
-    ((2, 2, 2), ("pod", "model", "dp"), ("data", "tensor", "data"), (4, 1, 2)),
-    ((2, 4), ("x", "y"), ("fsdp", "fsdp"), (1, 8, 1)),
-]
-
-
-def test_a_mesh_of_ones_own_keeps_each_device_in_its_place():
-    for (shape, axes, names, expected), kind in itertools.product(OWN, (AxisType.Auto, AxisType.Explicit)):
-        own = own_mesh(shape, axes, kind)
-        mesh = make_mesh(mesh=own, names=names)
-        check_mesh(mesh)
-        assert tuple(mesh.shape.items()) == tuple(zip(AXES, expected))
-        for place, device in np.ndenumerate(own.devices):
-            # Where it lies along each axis: axes of one name count together, the first of them slowest.
-            along = dict.fromkeys(AXES, 0)
-            for axis, index, size in zip(names or axes, place, shape):
-                along[axis] = along[axis] * size + index
-            assert mesh.devices[tuple(along.values())] == device, (axes, kind)

@@ -83,6 +83,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             if lack := lack_of_value(x):
                 raise ValueError(f"save: {name} of the state {lack}. Save what the step returned.")
         step, stored = step_of(state), storable(arrays)
+        if len({*(steps := from_all(step))}) > 1:
+            raise ValueError(f"save: the processes are at the steps {steps}, but must save the same step.")
         checksums, nonfinite = digests(stored)
         if bad := [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]:
             listed = first_few(bad, most=1)

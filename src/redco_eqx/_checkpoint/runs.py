@@ -42,6 +42,7 @@ class RunRecord:
     - `positions`: the position of each shard of a stream, as the fields of a `Position`.
     - `identity`: further facts that distinguish the run from other runs: see `Identity`.
     - `id`: the id that marks the rows of the run in a log.
+    - `num_rows`: the number of these rows.
     """
 
     begin: int
@@ -58,6 +59,7 @@ class RunRecord:
     positions: tuple[tuple[Any, ...], ...] | None = None
     identity: Identity | None = None
     id: str | None = None
+    num_rows: int = 0
 
     def advanced(self, epoch: int, batch: int, positions: Any = None) -> "RunRecord":
         """Return the record after one more step, which led to this place."""

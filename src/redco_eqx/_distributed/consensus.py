@@ -14,7 +14,7 @@ import json
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
@@ -218,6 +218,17 @@ def _processes(mesh: Mesh) -> tuple[int, ...]:
 def is_shared(mesh: Mesh) -> bool:
     """Return true for a mesh with devices of several processes."""
     return len(_processes(mesh)) > 1
+
+
+def check_complete(where: str, mesh: Mesh) -> None:
+    """Raise `ValueError` if the mesh lacks a process, or if processes have different numbers of devices."""
+    here, everywhere = _processes(mesh), Counter(device.process_index for device in jax.devices())
+    if len(here) < jax.process_count() or len({*everywhere.values()}) > 1:
+        raise ValueError(
+            f"{where}: the mesh has devices of the processes {here}, and by process there are "
+            f"{dict(everywhere)} devices. All processes must take part, with as many devices each: see "
+            "local_device_ids of initialize_distributed, and make_mesh()."
+        )
 
 
 @functools.cache

@@ -209,6 +209,7 @@ def plan(
     on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
     if any(each.size != len(on.devices) for each in on_meshes):
         raise ValueError(f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} devices.")
+    on_meshes = [each for each in on_meshes if num_rows % num_batch_shards(each) == 0]
 
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yield the ways to train a model with these values of its options, which is traced once."""
@@ -258,7 +259,7 @@ def plan(
         if progress:
             print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
         is_plain = isinstance(loss_fn, SplitActivations) and not trial.options[SPLIT]
-        function = loss_fn.function if is_plain else loss_fn
+        function: Any = vars(loss_fn)["function"] if is_plain else loss_fn
         return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
 
     return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))

@@ -64,20 +64,13 @@ def make_mesh(
     fsdp: int = 1,
     data: int = -1,
     devices: Sequence[Any] | None = None,
-    mesh: Mesh | None = None,
-    names: Sequence[str] | None = None,
 ) -> Mesh:
     """Create a mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
-
-    `make_mesh(mesh=mesh, names=("data", "tensor"))` translates a mesh that you already have, and keeps the
-    devices in their places. Use the new mesh for everything that you pass to this library. Constraints in your
-    model that use the names of your own mesh (`"dp"`) have no effect on it, so write them with the three names.
 
     ```python
     mesh = rx.make_mesh()                           # all devices for data
     mesh = rx.make_mesh(tensor=4)                   # each layer over four devices, the batch over the rest
     mesh = rx.make_mesh(data=2, fsdp=2, tensor=2)
-    mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
     ```
 
     On virtual CPU devices, call this function before anything else uses JAX. It then gives the devices enough
@@ -92,23 +85,12 @@ def make_mesh(
     - `data`: the number of replicas; -1 takes all remaining devices.
     - `devices`: the devices to use, by default `jax.devices()`. If you set `data` and fewer devices are needed,
         the first ones are used (with one process only).
-    - `mesh`: a mesh with any names and axis types, instead of all arguments above.
-    - `names`: the new name of each axis of `mesh`, in order. By default, the axes keep their names. Axes with
-        the same name become one axis.
 
     **Raises:**
 
     `TypeError` or `ValueError` if the sizes are not positive, need more devices than there are, or do not
-    divide their number, or if an axis of `mesh` has none of the three names.
+    divide their number.
     """
-    if mesh is not None:
-        if (tensor, fsdp, data, devices) != (1, 1, -1, None):
-            raise ValueError(
-                "make_mesh: mesh= already has sizes and devices. Leave out tensor, fsdp, data, devices."
-            )
-        return _renamed(mesh, tuple(mesh.axis_names if names is None else names))
-    if names is not None:
-        raise ValueError(f"make_mesh: names={names!r} are for the axes of mesh=, but mesh= is missing.")
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
     check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
@@ -131,18 +113,6 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _renamed(mesh: Mesh, names: tuple[str, ...]) -> Mesh:
-    if len(names) != len(mesh.axis_names) or not set(names) <= set(AXES):
-        raise ValueError(
-            f"make_mesh: the mesh has axes {tuple(mesh.axis_names)}, each of which needs one of the names "
-            f"{AXES}, but names={names}."
-        )
-    groups = [[dim for dim, name in enumerate(names) if name == axis] for axis in AXES]
-    shape = [math.prod(mesh.devices.shape[dim] for dim in dims) for dims in groups]
-    devices = mesh.devices.transpose([dim for dims in groups for dim in dims]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raise `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the layout of a model."""
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -153,14 +123,14 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     if not any(axis in mesh.shape for axis in AXES):
         raise ValueError(
             f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. Use "
-            'make_mesh(mesh=mesh, names=("data", "tensor")), with one of the three names for each of your axes.'
+            'jax.sharding.Mesh(mesh.devices, ("data", "tensor")), with such a name for each of your axes.'
         )
     explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
     if explicit:
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            "default), but here the compiler propagates layouts. Use make_mesh(mesh=mesh), which has the same "
-            "devices, or axis_types=(AxisType.Auto,) * number_of_axes."
+            "default), but here the compiler propagates layouts. Use jax.sharding.Mesh(mesh.devices, "
+            "mesh.axis_names), or axis_types=(AxisType.Auto,) * number_of_axes."
         )
 
 

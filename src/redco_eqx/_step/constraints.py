@@ -97,8 +97,9 @@ class _Constraints:
             ]
 
         # XLA may give another layout to what passes the barrier of a checkpoint.
-        is_open = around is not None and around.equation.primitive.name not in CHECKPOINTS
-        outside = around.operands if is_open else [x for x in found.arguments if not x.is_data]
+        outside = [x for x in found.arguments if not x.is_data]
+        if around is not None and around.equation.primitive.name not in CHECKPOINTS:
+            outside = around.operands
         known = {id(x) for x in outside}  # already laid out
         for var, value in zip(jaxpr.invars, found.arguments):
             if id(value) not in known and any(value.dims):

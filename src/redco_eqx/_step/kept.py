@@ -1,5 +1,6 @@
 """Keep compiled programs from call to call, as long as the objects that they were traced from stay the same."""
 
+import array
 import collections
 import contextlib
 import functools
@@ -73,8 +74,10 @@ def _alone(x: Any) -> Hashable:
     """The key of an object without parts: the object itself if it defines equality, `None` for a marker, or its
     `id`."""
     kind = type(x)
-    if kind.__eq__ is not object.__eq__ and isinstance(x, Hashable) and not isinstance(x, jax.Array):
-        return x
+    if kind.__eq__ is not object.__eq__ and not isinstance(x, jax.Array):
+        with contextlib.suppress(TypeError):  # a weak reference has the hash of its object, which may have none
+            hash(x)
+            return x
     is_marker = getattr(x, "__dict__", None) == {} and kind.__init__ is object.__init__
     return None if is_marker else id(x)  # `eqx.nn.Shared` leaves such a marker
 
@@ -121,9 +124,10 @@ _CONTENTS: dict[Any, Callable[[Any], Any]] = {
     functools.partial: lambda x: (x.func, x.args, x.keywords),
     jax.tree_util.PyTreeDef: lambda x: (x.node_data(), x.num_leaves, *x.children()),
     property: lambda x: (x.fget,),
+    **dict.fromkeys((staticmethod, classmethod), lambda x: (x.__func__,)),
     type: lambda x: x.__bases__,
     np.ndarray: lambda x: x.tolist(),  # an array of objects
-    **dict.fromkeys((tuple, list, set, frozenset, bytearray, collections.deque), iter),
+    **dict.fromkeys((tuple, list, set, frozenset, bytearray, array.array, collections.deque), iter),
     **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
 }
 """The values that make up objects of each kind, in order."""

@@ -52,8 +52,19 @@ class Structure:
         content, objects = definition((self._paths, self._treedef, self._leaves))
         return hash(content), content, objects  # keeps the objects alive, as the key requires
 
+    @functools.cached_property
+    def code(self) -> tuple[Any, ...]:
+        """One of each kind of node and leaf, with the classes and functions that a program of the tree runs."""
+        parts, nodes = list(self._leaves), [self._treedef]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children()
+            parts.append(node.node_data())
+        return tuple({definition(part)[0]: part for part in parts}.values())
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_compared"}  # valid only in this process
+        # The rest is valid only in this process.
+        return {name: vars(self)[name] for name in ("_treedef", "_paths", "_leaves")}
 
     def __hash__(self) -> int:
         return self._compared[0]
@@ -167,6 +178,11 @@ def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = 
     """The key of a stream of random numbers at this step; with `index`, the key of one batch in the stream."""
     key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
+
+
+def code_of(state: TrainState) -> tuple[Any, ...]:
+    """The classes and functions of the model, whose current code [`kept`][] compares."""
+    return tuple(part for structure in state.structure if structure for part in structure.code)
 
 
 def order_key(state: TrainState, begin: int) -> Key:

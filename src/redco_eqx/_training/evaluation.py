@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.jaxprs import lowered_digest
 from redco_eqx._base.protocols import (
     Batch,
     CollateFn,
@@ -29,11 +30,12 @@ from redco_eqx._base.protocols import (
     check_whole,
 )
 from redco_eqx._data.batches import as_sequence, batches
-from redco_eqx._data.data import Data, Stream, check_examples
+from redco_eqx._data.data import Data, Stream, as_data, check_examples
 from redco_eqx._data.workers import noting
+from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh, step_of
+from redco_eqx._step.state import TrainState, check_is_state, code_of, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
 
@@ -148,18 +150,26 @@ def _outputs(
         return step(state, batch, index=index)
 
     programs: dict[Hashable, jax.stages.Compiled] = {}
+    mesh, code, data = state_mesh(state), (*function.values(), *code_of(state)), as_data(examples)
+    if is_shared(mesh) and isinstance(data, Data):
+        from redco_eqx._training.identity import compare_examples
+
+        compare_examples(where, mesh, data.sequence)
 
     def program_for(batch: Batch) -> jax.stages.Compiled:
+        def compiled() -> tuple[jax.stages.Compiled, str]:
+            lowered = jax.jit(inference).lower(state, batch, np.int32(0))
+            return lowered.compile(), lowered_digest(lowered)
+
         shapes = signature(batch)
         if shapes not in programs:
-            lower = functools.partial(jax.jit(inference).lower, state, batch, np.int32(0))
-            key = where, signature(state), shapes
-            programs[shapes] = kept(tuple(function.values()), key, lambda: lower().compile())
+            programs[shapes], digest = kept(code, (where, signature(state), shapes), compiled)
+            agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
         return programs[shapes]
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=state_mesh(state), remainder=remainder)
+    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
     ahead: deque[PyTree] = deque()
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
@@ -287,6 +297,10 @@ class Evaluation:
         check_is_state(state, "Evaluation: state")
         step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
         check_is_state(state, "Evaluation: what state_fn returns")
+        if self.state_fn is not None and is_shared(state_mesh(state)):
+            from redco_eqx._training.identity import compare_states
+
+            compare_states(state, "The state_fn of the evaluation returned different ones")
         common: Any = self.collate_fn, self.batch_size, watch
         metrics = _means(_outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn))
         row = {f"eval/{name}": value for name, value in metrics.items()}
@@ -296,7 +310,8 @@ class Evaluation:
         outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn)
         predicted = _rows(outputs, data.sequence, self.output_fn)
         if self.metric_fn is not None:
-            row |= _as_row(self.metric_fn(data.sequence, predicted), row)
+            found = _as_row(self.metric_fn(data.sequence, predicted), row)
+            row |= from_first(lambda: found)  # so that each process has the same numbers, even of a clock
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
             _write(path, data.sequence, predicted)

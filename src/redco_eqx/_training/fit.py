@@ -24,7 +24,7 @@ from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Data, Place, Stream, check_examples
 from redco_eqx._data.placement import check_batch_size
-from redco_eqx._distributed.consensus import is_shared
+from redco_eqx._distributed.consensus import check_complete, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.optimizer import check_optimizer
@@ -139,6 +139,7 @@ def fit(
         )
     check_optimizer("fit", state, optimizer)
     mesh = state_mesh(state)
+    check_complete("fit", mesh)
     saver = None if checkpoints is None else _saver(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
@@ -156,16 +157,17 @@ def fit(
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(step_timeout_seconds))
         interrupt = stack.enter_context(InterruptFlag())
+        chosen = saver and (dict(saver.config.keep_best), saver.config.allow_changes)
         facts = {
             "batch_size": batch_size,
             "num_microbatches": num_microbatches,
             "how long, and what is due": plan,
             "len(train_examples)": epochs.num_examples,
             "evaluation's batch_size": evaluation and evaluation.batch_size,
-            "a hook": hook is not None,
+            "a hook, keep_best, allow_changes": (hook is not None, chosen),
         }
         needs_identity = saver is not None or is_shared(mesh)
-        run = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
+        run = _begin(state, epochs, facts if needs_identity else None, collate_fn)
         row = {} if evaluation is None else evaluation.rehearse(state)
         watchdog.beat()
         if saver is not None:
@@ -213,7 +215,7 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
         raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
 
 
-def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
+def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, collate_fn: CollateFn) -> RunRecord:
     """Make the record of the run that begins with `state`. Compute its identity only if there are `facts`
     (see `identify`)."""
     identity = None
@@ -221,7 +223,7 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
         from redco_eqx._training.identity import identify
 
         facts = {name: str(x) for name, x in facts.items()}
-        identity = identify(state, epochs.examples_of(0), facts, **functions)
+        identity = identify(state, epochs.examples_of(0), facts, collate_fn=collate_fn)
     more: Any = {"order": epochs.order, "positions": epochs.positions, "identity": identity}
     return RunRecord(step_of(state), 0, 0, 0, epochs.batch_size, epochs.num_examples, **more)
 

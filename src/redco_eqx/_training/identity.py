@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from redco_eqx._base.jaxprs import program_digest
@@ -42,13 +43,7 @@ _NUM_FIRST, _NUM_SPREAD, _NUM_COLLATED = 16, 16, 8  # examples
 
 
 def identify(
-    state: TrainState,
-    examples: Examples | None,
-    arguments: Facts,
-    *,
-    collate_fn: CollateFn,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    state: TrainState, examples: Examples | None, arguments: Facts, *, collate_fn: CollateFn
 ) -> Identity:
     """Compute the identity of the run that begins with `state`. All processes must call it, and get the same.
 
@@ -68,10 +63,10 @@ def identify(
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
-    sample, rows, batch, changing = {}, {}, None, []
+    sample, rows, changing = {}, {}, []
     if examples is not None:
         collate = collate_fn if is_shared(mesh) else None
-        (sample, rows, batch), (others, other_rows, _) = (_look(examples, collate) for _ in range(2))
+        (sample, rows), (others, other_rows) = (_look(examples, collate) for _ in range(2))
         if sample != others:
             sample, changing = {}, ["train_examples"]
         if rows != other_rows:
@@ -79,11 +74,8 @@ def identify(
     if is_shared(mesh):
         layout = {name: (x.shape, str(x.dtype), str(x.sharding)) for name, x in to_names(state).items()}
         facts = {"the mesh": str(mesh.shape), **arguments, "what changes by itself": str(changing)}
-        facts |= {f"the checksum of train_examples[{i}]": f"{x:08x}" for i, x in sample.items()}
+        facts |= _of_examples("train_examples", sample)
         facts |= {f"the checksum of collate_fn's {path or 'batch'}": f"{x:08x}" for path, x in rows.items()}
-        if batch is not None:
-            programs = programs_of(state, batch, loss_fn=loss_fn, optimizer=optimizer)
-            facts |= {f"the checksum of what {name} computes": x for name, x in programs.items()}
         facts["the checksum of the state's shapes and layout"] = f"{zlib.crc32(repr(layout).encode()):08x}"
         agree(mesh, "fit", {**facts, "the key of the state": key})
         compare_states(state, "The processes began with different ones")
@@ -190,14 +182,27 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int], Batch]:
+def compare_examples(where: str, mesh: Mesh, examples: Examples) -> None:
+    """Compare some of the examples between the processes of `mesh`, unless they change with each reading.
+
+    Raises as [`agree`][] does.
+    """
+    (sample, _), (others, _) = (_look(examples, None) for _ in range(2))
+    agree(mesh, where, _of_examples("examples", sample) if sample == others else {})
+
+
+def _of_examples(name: str, sample: dict[str, int]) -> Facts:
+    return {f"the checksum of {name}[{i}]": f"{x:08x}" for i, x in sample.items()}
+
+
+def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int]]:
     """Compute checksums of some examples by index (the first ones and others), and of each leaf of the batch
-    that `collate_fn` makes from some of them. Return both, and the batch.
+    that `collate_fn` makes from some of them.
 
     Leave out examples and batches that raise an error here. They end the run when training reaches them.
     """
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
-    sample, rows, batch = {}, {}, None
+    sample, rows = {}, {}
     for i in sorted({*range(min(len(examples), _NUM_FIRST)), *spread}):
         with contextlib.suppress(Exception):
             sample[str(i)] = checksum(examples[i])
@@ -205,7 +210,7 @@ def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, i
         if collate_fn is not None and sample:
             batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
             rows = {path: checksum(x) for path, x in leaves_with_paths(batch)}
-    return sample, rows, batch
+    return sample, rows
 
 
 def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Array, "n"]:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -270,6 +271,9 @@ class Reporter:
                 if hasattr(logger, "rewind"):
                     logger.rewind(step)
             self.rows = from_first(lambda: file.rewind(step) if file else [])
+            if file is not None and len(self.rows) + (run.window is not None) < run.num_rows:
+                lack = f"{len(self.rows)} of the {run.num_rows} rows of the run are left in {directory}/{FILE}"
+                warnings.warn(f"fit: {lack}, so the history lacks the others.", stacklevel=3)
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import re
 import time
 import warnings
 from collections import deque
@@ -16,6 +14,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
+from redco_eqx._base.jaxprs import lowered_digest
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
@@ -24,7 +23,7 @@ from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, first_change, layout_of, state_mesh, step_of
+from redco_eqx._step.state import TrainState, code_of, first_change, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
@@ -50,8 +49,7 @@ class TrainProgram(NamedTuple):
 
     - `compiled`: `(state, window, batch) -> (state, window)`. It reuses the memory of the state.
     - `window`: an empty window, on the devices.
-    - `digest`: the digest of the program text before compilation, if there are other processes to compare it
-        with; empty otherwise.
+    - `digest`: that of `lowered_digest`.
     - `peak_seconds`: the time that its products would take at the peak speed of the devices; 0 if that is not
         known.
     """
@@ -76,11 +74,8 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
-    digest = ""
-    if jax.process_count() > 1:  # addresses in memory, which differ between processes, are removed
-        text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return TrainProgram(lowered.compile(), window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices))
+    seconds = peak_seconds(trace.jaxpr, state_mesh(state).devices)
+    return TrainProgram(lowered.compile(), window, lowered_digest(lowered), seconds)
 
 
 def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
@@ -250,7 +245,8 @@ class Training:
             self._first = None
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
-        program = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
+        code = *functions.values(), *code_of(self.state)
+        program = kept(code, key, lambda: make(self.state, batch))
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
@@ -361,7 +357,8 @@ class Training:
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None
         with self.reporter.paused():
-            saver.save(self.state, dataclasses.replace(self.run, finished=finished, window=window))
+            more: Any = {"finished": finished, "window": window, "num_rows": len(self.reporter.rows)}
+            saver.save(self.state, dataclasses.replace(self.run, **more))
 
     def __enter__(self) -> "Training":
         return self
