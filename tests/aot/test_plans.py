@@ -1,7 +1,6 @@
 """Plans by the TPU compiler, with no device: what fits and what does not, and what it then says."""
 
 import functools
-import re
 from typing import Any
 
 import jax

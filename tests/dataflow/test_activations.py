@@ -41,11 +41,21 @@ def test_a_change_of_layout_has_the_name_of_its_collective() -> None:
         assert collective_of(*change) == name
 
 
-def tokens(model: Any, x: Any) -> Any:
+def block(layer: Any, x: Any) -> Any:
+    return x + jax.vmap(layer)(x)
+
+
+def tokens(model: Any, x: Any, apply: Any = block) -> Any:
     """Residual MLPs over long rows: their tokens, and not their features, are best split."""
     for layer in model:
-        x = x + jax.vmap(layer)(x)
+        x = apply(layer, x)
     return x
+
+
+def scanned(stack: Any, x: Any) -> Any:
+    arrays, static = eqx.partition(stack, eqx.is_array)
+    body = jax.checkpoint(lambda x, own: (block(eqx.combine(own, static), x), None))
+    return jax.lax.scan(body, x, arrays)[0]
 
 
 def branching(model: Any, x: Any) -> Any:
@@ -118,8 +128,12 @@ def odd(model: Any, batch: Any, key: Any) -> Any:
     return sum(losses.values()), losses
 
 
+def mlp(key: Any) -> eqx.nn.MLP:
+    return eqx.nn.MLP(16, 16, 32, 1, key=key)
+
+
 def mlps(number: int) -> Any:
-    return lambda key: [eqx.nn.MLP(16, 16, 32, 1, key=k) for k in jax.random.split(key, number)]
+    return lambda key: [mlp(key) for key in jax.random.split(key, number)]
 
 
 def transformer(key: Any) -> Transformer:
@@ -132,8 +146,11 @@ def conv_and_linear(key: Any) -> dict[str, Any]:
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
+LONG = RNG.normal(size=(8, 256, 16)).astype(np.float32)
 CASES: dict[str, Any] = {
-    "tokens": (mlps(2), squares(tokens), RNG.normal(size=(8, 256, 16)).astype(np.float32)),
+    "tokens": (mlps(2), squares(tokens), LONG),
+    "checkpointed": (mlps(2), squares(partial(tokens, apply=eqx.filter_checkpoint(block))), LONG),
+    "scanned": (lambda key: eqx.filter_vmap(mlp)(jax.random.split(key, 3)), squares(scanned), LONG),
     "attention": (transformer, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
     "recurrent": (lstm(16, 32), squares(recurrent), RNG.normal(size=(8, 12, 16)).astype(np.float32)),
     "branching": (conv_and_linear, squares(branching), ROWS),
@@ -161,7 +178,7 @@ def on(case: str, mesh: str) -> Stepped:
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        *(("tokens", "data2xtensor4"), ("attention", "data2xtensor4"), ("recurrent", "data2xtensor4")),
+        *((case, "data2xtensor4") for case in ("tokens", "checkpointed", "scanned", "attention", "recurrent")),
         *(("branching", "2x2x2"), ("attention", "2x2x2"), ("tokens", "tensor8")),
         *(("odd", "data2xtensor4"), ("odd", "2x2x2")),
         *in_long(("recurrent", "2x2x2"), ("branching", "data2xtensor4"), ("recurrent", "tensor8")),
@@ -175,7 +192,10 @@ def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
 
 
 # The layout of the cell's parameters alone splits its gates, too, so that activations save only 0.18 beyond it.
-@pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", None), ("recurrent", 0.85)])
+@pytest.mark.parametrize(
+    ("case", "at_most"),
+    [("tokens", 0.2), ("checkpointed", 0.2), ("scanned", 0.2), ("attention", None), ("recurrent", 0.85)],
+)
 def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -> None:
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]
     found = rx.explain(abstract(make), mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
@@ -186,6 +206,17 @@ def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -
     if at_most is not None:
         plain = rx.communication(step_of(case, mesh, loss_fn).compiled, mesh).total.sent_bytes
         assert split <= at_most * plain
+
+
+def test_bytes_of_a_weight_that_is_stored_split_and_gathered() -> None:
+    mesh, (_, loss_fn, batch), model = mesh_of("data2xtensor4"), CASES["tokens"], model_of("tokens")
+    overrides = [("0.layers.0.weight", P(("fsdp", "tensor")))]
+    program: Any = {"loss_fn": rx.split_activations(loss_fn), "batch": batch, "overrides": overrides}
+    found = rx.explain(model, mesh, **program)
+    step = stepped(model, batch, mesh, program["loss_fn"], SGD, shardings=found.shardings)
+    assert found.communication is not None
+    sent = rx.communication(step.compiled, mesh).total.sent_bytes
+    assert found.communication.num_bytes == pytest.approx(sent, rel=0.02, abs=200)
 
 
 def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:

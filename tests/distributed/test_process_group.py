@@ -7,6 +7,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import fit_helpers as tiny
 import jax
@@ -53,21 +54,24 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
         ("shape", "but float32[rows, 5] on process 1 (host"),
         ("fewer", "but 34 on process 1 (host"),
         ("hook", UNLIKE),
+        ("evaluation", "evaluate: the checksum of examples[0] is"),
+        ("metrics", "evaluate: the checksum of what loss_fn computes is"),
+        ("allow_changes", "allow_changes is (False, ({}, False)) on process 0"),
         ("drift", f"{program.LAST_BIAS} {UNLIKE}. This happened at step"),
     ],
 )
 def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
     """Replicas that differ do not take the place of a checkpoint that can be read."""
-    saves = [str(tmp_path / "checkpoints")] if fault == "drift" else []
+    saves = [str(tmp_path / "checkpoints")] if fault in ("drift", "allow_changes") else []
     processes = harness.start_loopback(tmp_path, fault, 1, *saves, num_devices=2)
     codes, _ = processes.leave(120)
     assert codes == [1, 1], processes.text()
     for process in range(2):
         assert message in processes.text(process), process
         # Both see that parameters differ, and one that has heard of the other's failure tells no second one.
-        culprit = r"\d" if fault in ("hook", "drift") else "1"
+        culprit = "1" if fault in ("shape", "fewer") else r"\d"
         assert re.search(rf"process {culprit} \(host", processes.text(process)), process
-    if saves:
+    if fault == "drift":
         saved = tiny.steps_in(tmp_path / "checkpoints")
         late = -(-program.FAULT_AT // program.SAVE_EVERY) * program.SAVE_EVERY
         assert f"{message} {late}" in processes.text()
@@ -95,6 +99,17 @@ def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(tmp_path, fault,
         assert re.search(rf"process {odd} \(host .*\) {message}", processes.text(process)), process
     for process in {0, 1, 2} - ({odd} if code < 0 else set()):
         assert (tmp_path / f"{process}.txt").read_text() == "not flushed", process
+
+
+def test_a_run_needs_all_processes_with_equally_many_devices(monkeypatch):
+    devices = [types.SimpleNamespace(process_index=i) for i in (0, 1, 1)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for there, here in ((devices, devices), (devices[:2], devices[:1])):
+        monkeypatch.setattr(jax, "devices", lambda there=there: there)
+        mesh = mock.Mock(spec=jax.sharding.Mesh, devices=np.array(here))
+        with pytest.raises(ValueError, match=r"^fit: the mesh has devices of .*All processes must take part"):
+            consensus.check_complete("fit", mesh)
+    consensus.check_complete("fit", mock.Mock(spec=jax.sharding.Mesh, devices=np.array(devices[:2])))
 
 
 # A process in which no step finishes is ended, and what was written is kept

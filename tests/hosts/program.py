@@ -149,10 +149,15 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
                 return rx.Change(state=dataclasses.replace(state, params=params))
 
     options = {"hook": hook, "log_every": 10} if fault in ("hook", "drift") else {}
+    if fault in ("evaluation", "metrics"):
+        held_out = examples(NUM_EVAL, 5 if differs == "evaluation" else 1)
+        alone = lambda *arguments: loss_fn(*arguments)[0]  # noqa: E731
+        options["evaluation"] = rx.Evaluation(held_out, loss_fn=alone if differs == "metrics" else loss_fn)
     options |= {"step_timeout_seconds": 5} if fault == "stuck" else {}
     functions = {"loss_fn": other_loss if differs == "loss" else loss_fn, "optimizer": optimizer}
     functions["collate_fn"] = Faulty(out, fault, process)
-    saved = checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY)
+    changes = differs == "allow_changes"
+    saved = checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY, allow_changes=changes)
     num_steps = NUM_STEPS - (differs == "steps")
     options |= {"batch_size": BATCH_SIZE, "checkpoints": saved, "loggers": []}
     state, _ = rx.fit(state, rows, num_steps=num_steps, **functions, **options)

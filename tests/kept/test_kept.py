@@ -1,5 +1,6 @@
 """Compiled steps are kept while what they were traced from stays the same, and then let go."""
 
+import array
 import collections
 import functools
 import gc
@@ -9,6 +10,7 @@ import types
 import weakref
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +121,14 @@ def kept(*functions: Any) -> int:
 class Named:
     target: Any = 0
 
+    @staticmethod
+    def static() -> Any:
+        return helper()
+
+    @classmethod
+    def of_class(cls) -> Any:
+        return helper()
+
     def read(self) -> Any:
         return self.target
 
@@ -197,6 +207,9 @@ WAYS: dict[str, Any] = {
     "module": lambda: (MODULE, lambda _: lambda: MODULE.target, next_target),
     "import": lambda: (MODULE, lambda _: from_module, next_target),
     "class": lambda: (Named, lambda _: lambda: Named.target, next_target),
+    "static method": lambda: (globals(), lambda _: lambda: Named.static(), next_item),
+    "class method": lambda: (globals(), lambda _: lambda: Named.of_class(), next_item),
+    "array": lambda: by_closure(array.array("d", [0.0]), lambda x: x[0], lambda x: x.__setitem__(0, 1.0)),
     "slot": lambda: by_closure(set_target(Slots(), 0), lambda x: x.target, next_target),
     "deque": lambda: by_closure(collections.deque([0]), lambda x: x[-1], lambda x: x.append(1)),
     "numpy": lambda: by_closure(np.zeros(4), lambda x: x.sum(), lambda x: x.fill(1)),
@@ -216,6 +229,42 @@ def test_what_a_function_captures_is_never_stale(way: str) -> None:
     change(content)
     assert float(function()) != before
     assert kept(function) != program
+    assert kept(function) == kept(function)
+
+
+class Reading(eqx.Module):
+    """A linear map that also calls three functions: of its class, of a field and of a static field."""
+
+    weight: Any
+    field: Any
+    static: Any = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.method(self.field(self.static(x @ self.weight)))
+
+    def method(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("place", ["method", "field", "static"])
+def test_the_code_of_a_model_is_never_stale(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, pass_on = lambda x: x + helper(), lambda x: x
+    if place == "method":
+        monkeypatch.setattr(Reading, "method", lambda self, x: read(x))
+    functions = (read if name == place else pass_on for name in ("field", "static"))
+    state = rx.init_state(Reading(jnp.ones(2), *functions), key=jax.random.key(0))
+    loss_fn = lambda model, batch, key: jax.vmap(model)(batch).mean()  # noqa: E731
+    arguments: Any = {"collate_fn": np.stack, "loss_fn": loss_fn, "batch_size": 2}
+    values = []
+    for target in (0, 0, 5):
+        monkeypatch.setitem(globals(), "TARGET", target)
+        with compilations() as compiled:
+            values.append(rx.evaluate(state, np.ones((2, 2), np.float32), **arguments)["loss"])
+    assert (values, compiled.count("jit(inference)")) == ([2, 2, 7], 1)
+
+
+def test_what_captures_an_object_without_a_hash_is_kept() -> None:
+    function = functools.singledispatch(helper)
     assert kept(function) == kept(function)
 
 

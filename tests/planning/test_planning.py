@@ -122,6 +122,16 @@ def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> No
     assert {t.seconds for t in found.trials} == {t.flops / 1e14 + t.sent_bytes / 1e10 for t in found.trials}
 
 
+def test_a_loss_is_tried_with_its_activations_split_and_without() -> None:
+    found = plan(loss_fn=rx.split_activations(squares), mesh={"data": 2, "tensor": 4})
+    assert {trial.options["split_activations"] for trial in found.trials} == {True, False}
+    alone = plan(loss_fn=rx.split_activations(squares), mesh={"data": 8})
+    assert [trial.options["split_activations"] for trial in alone.trials] == [False]
+    odd = jax.tree.map(lambda x: jax.ShapeDtypeStruct((12, *x.shape[1:]), x.dtype), BATCH)
+    with pytest.raises(ValueError, match="no mesh of 8 devices splits a batch of 12 evenly"):
+        plan(batch=odd, mesh={"data": 8})
+
+
 def test_what_does_not_fit_says_what_would_help() -> None:
     none = plan(bytes_per_device=1000, mesh={"data": 8})
     assert none.memory.peak > none.capacity  # a mesh that is asked for is compiled

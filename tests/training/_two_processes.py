@@ -134,6 +134,8 @@ for how, stream in STREAMS.items():
         checkpoints = rx.Checkpoints(directory / how, every_steps=4, keep_last=None)
         state = run(MESHES["data"], stream, num_steps=num_steps, checkpoints=checkpoints)
     results[f"steps {how}"] = int(state.step)
+    apart = dataclasses.replace(state, step=state.step + process)
+    results[f"apart {how}"] = str(raised(ValueError, rx.save, directory / "apart", apart))
 
 calls = []
 

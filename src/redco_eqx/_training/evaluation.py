@@ -72,7 +72,8 @@ def evaluate(
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. If the last examples do not fill a batch, they are
-        evaluated without padding.
+        evaluated without padding. The random numbers that `loss_fn` draws for these depend on the number of
+        data shards.
 
     **Returns:**
 
