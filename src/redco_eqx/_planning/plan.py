@@ -29,9 +29,6 @@ from redco_eqx._step.steps import train_step
 
 MakeModel: TypeAlias = Callable[..., PyTree]
 
-SPLIT = "split_activations"
-"""The name among the options of a trial that says if the activations are laid out."""
-
 RESERVE = 0.05
 """The part of a device's memory that a step leaves to what the compiler does not count, such as the runtime and
 fragments."""
@@ -243,7 +240,7 @@ def plan(
             for count in counts:
                 if num_rows % (num_shards * count) == 0:
                     sent = once + sum(for_batch) * (count if is_for_each else 1)
-                    own_options = {**values, SPLIT: splits} if traced.splits else values
+                    own_options = {**values, "split_activations": splits} if traced.splits else values
                     yield Trial(mesh, own_options, count, state, local, on, memory, own, sent)
 
     options = options or {}
@@ -258,7 +255,7 @@ def plan(
     def compile(trial: Trial) -> Trial:
         if progress:
             print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
-        is_plain = isinstance(loss_fn, SplitActivations) and not trial.options[SPLIT]
+        is_plain = isinstance(loss_fn, SplitActivations) and not trial.options["split_activations"]
         function: Any = vars(loss_fn)["function"] if is_plain else loss_fn
         return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
 

@@ -152,10 +152,12 @@ def _outputs(
 
     programs: dict[Hashable, jax.stages.Compiled] = {}
     mesh, code, data = state_mesh(state), (*function.values(), *code_of(state)), as_data(examples)
-    if is_shared(mesh) and isinstance(data, Data):
-        from redco_eqx._training.identity import compare_examples
+    if is_shared(mesh):
+        from redco_eqx._training.identity import compare_examples, compare_states
 
-        compare_examples(where, mesh, data.sequence)
+        compare_states(state, f"{where} got different ones")
+        if isinstance(data, Data):
+            compare_examples(where, mesh, data.sequence)
 
     def program_for(batch: Batch) -> jax.stages.Compiled:
         def compiled() -> tuple[jax.stages.Compiled, str]:
@@ -298,10 +300,6 @@ class Evaluation:
         check_is_state(state, "Evaluation: state")
         step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
         check_is_state(state, "Evaluation: what state_fn returns")
-        if self.state_fn is not None and is_shared(state_mesh(state)):
-            from redco_eqx._training.identity import compare_states
-
-            compare_states(state, "The state_fn of the evaluation returned different ones")
         common: Any = self.collate_fn, self.batch_size, watch
         metrics = _means(_outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn))
         row = {f"eval/{name}": value for name, value in metrics.items()}

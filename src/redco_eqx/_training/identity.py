@@ -123,7 +123,7 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
         names, of_devices = unlike()
         if names:
             raise ValueError(
-                f"fit: {first_few(names)} should be the same on the devices of all processes, but differ. "
+                f"{first_few(names)} should be the same on the devices of all processes, but differ. "
                 f"{reason}. Give each process the same key, weights, examples and functions, and change the "
                 "state alike."
             )
@@ -188,7 +188,8 @@ def compare_examples(where: str, mesh: Mesh, examples: Examples) -> None:
     Raises as [`agree`][] does.
     """
     (sample, _), (others, _) = (_look(examples, None) for _ in range(2))
-    agree(mesh, where, _of_examples("examples", sample) if sample == others else {})
+    facts = _of_examples("examples", sample if sample == others else {})
+    agree(mesh, where, {"len(examples)": str(len(examples)), **facts})
 
 
 def _of_examples(name: str, sample: dict[str, int]) -> Facts:

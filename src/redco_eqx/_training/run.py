@@ -245,8 +245,7 @@ class Training:
             self._first = None
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
-        code = *functions.values(), *code_of(self.state)
-        program = kept(code, key, lambda: make(self.state, batch))
+        program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
