@@ -41,10 +41,10 @@ def test_a_row_without_tokens_harms_no_other():
     np.testing.assert_array_equal(gap.tokens[2:], found.tokens[2:])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "rtol"),
-    [("t5", jnp.float16, 0.01), ("mistral", jnp.bfloat16, 0.05), *in_long(("bart", jnp.bfloat16, 0.05))],
-)
+LOW = [("t5", jnp.float16, 0.01), ("mistral", jnp.bfloat16, 0.05), *in_long(("bart", jnp.bfloat16, 0.05))]
+
+
+@pytest.mark.parametrize(("name", "dtype", "rtol"), LOW)
 def test_a_score_in_low_precision_is_what_the_model_says_of_the_text(name, dtype, rtol):
     """To the rounding of its dtype, with the cache and without; scores are summed in float32 always."""
     model = telling(name, dtype=dtype)

@@ -116,15 +116,16 @@ def test_padding_follows_the_end_and_both_are_those_of_generation_config():
     ids, mask = padded("left")
     found = generate(several, ids, attention_mask=mask, max_new_tokens=NEW)
     np.testing.assert_array_equal(found, expected)
+    endless = changed(model, config=dataclasses.replace(model.config, eos_token_id=None))
     for given, arguments, wanted in [
-        (several, (None, None), (ends, PAD)),
-        (several, ((), None), ((), PAD)),
-        (several, (5, 6), ((5,), 6)),
+        *((several, *case) for case in (((None, None), (ends, PAD)), (((), None), ((), PAD)))),
+        *((several, (x, 6), ((5, 7), 6)) for x in ((5, 7), np.array([5, 7]), [np.int64(5), 7])),
+        *((several, (x, None), ((0,), PAD)) for x in (0, np.int64(0), np.array(0))),
         (configured(eos_token_id=3), (None, None), ((3,), 3)),
         (configured(eos_token_id=None), (None, None), ((2,), 2)),  # that of config.json
-        (changed(model, config=dataclasses.replace(model.config, eos_token_id=None)), (None, None), ((), 0)),
+        (endless, (None, None), ((), 0)),
     ]:
-        assert special_tokens(given, *arguments) == wanted
+        assert special_tokens("generate", given, *arguments) == wanted
 
 
 def test_the_encoder_runs_once_and_the_loop_stops_when_all_have_ended():
@@ -159,22 +160,14 @@ def test_the_encoder_runs_once_and_the_loop_stops_when_all_have_ended():
 
 def test_which_tokens_may_be_drawn():
     logits, equal = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.2, 0.1], [0.2] * 5]))
-    for given, k, p, expected in [
-        (logits, None, None, [1, 2, 3, 0, 4]),
-        (logits, 1, None, [1]),
-        (logits, 4, None, [1, 2, 3, 0]),
-        (logits, 8, None, [1, 2, 3, 0, 4]),
-        (logits, None, 1e-9, [1]),
-        (logits, None, 0.39, [1]),
-        (logits, None, 0.41, [1, 2]),
-        (logits, None, 0.59, [1, 2]),
-        (logits, None, 0.61, [1, 2, 3]),
-        (logits, None, 1.0, [1, 2, 3, 0, 4]),
+    cases: list[tuple[Any, Any, list[int]]] = [
+        (None, None, [1, 2, 3, 0, 4]), (1, None, [1]), (4, None, [1, 2, 3, 0]), (8, None, [1, 2, 3, 0, 4]),
+        (None, 1e-9, [1]), (None, 0.39, [1]), (None, 0.41, [1, 2]), (None, 0.59, [1, 2]),
+        (None, 0.61, [1, 2, 3]), (None, 1.0, [1, 2, 3, 0, 4]),
         # top_p counts the probability among the top_k: 0.4 and 0.2 become two thirds and one third.
-        (logits, 2, 0.65, [1]),
-        (logits, 2, 0.68, [1, 2]),
-        (equal, None, 0.5, [0, 1, 2]),
-    ]:
+        (2, 0.65, [1]), (2, 0.68, [1, 2]),
+    ]  # fmt: skip
+    for given, k, p, expected in [*((logits, *case) for case in cases), (equal, None, 0.5, [0, 1, 2])]:
         scores, tokens = candidates(given[None], top_k=k, top_p=p)
         assert tokens[scores > -jnp.inf].tolist() == expected, (k, p)
 
@@ -366,11 +359,8 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"inputs": np.full((4, 6), VOCABULARY)}, r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63"),
     ("all", {"attention_mask": np.ones((4, 7))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
     ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
-    (
-        "all",
-        {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
-        r"inputs\[0, 1\] is -2, but",
-    ),
+    ("all", {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
+     r"inputs\[0, 1\] is -2, but"),
     ("gpt2", {"max_new_tokens": NEW + 1}, "a prompt of 6 and max_new_tokens=9.*14 positions"),
     ("gpt2", {"decoder_input_ids": np.ones((4, 1), np.int32)}, "decoder_input_ids is for models with an enc"),
     ("bart", {"max_new_tokens": 16}, "a prompt of 1 and max_new_tokens=16.*16 positions"),
@@ -378,13 +368,11 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"decoder_input_ids": np.ones((4, 0), np.int32)}, r"decoder_input_ids has shape \(4, 0\)"),
     ("bart", IMAGES, r"attention_mask is for texts, but inputs has shape \(4, 3, 8, 8\)"),
     ("no start", {}, r"no decoder_start_token_id\. Pass decoder_input_ids"),
-]
+]  # fmt: skip
 BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    (generate, {"temperature": -0.5}, r"temperature=-0.5"),
-    (generate, {"temperature": float("nan")}, r"temperature=nan"),
+    *((generate, {"temperature": x}, f"temperature={x}") for x in (-0.5, float("nan"))),
+    *((generate, {"temperature": 1.0, "top_p": x}, f"top_p={x}") for x in (0.0, 1.5)),
     (generate, {"temperature": 1.0, "top_k": 0}, r"top_k=0"),
-    (generate, {"temperature": 1.0, "top_p": 0.0}, r"top_p=0.0"),
-    (generate, {"temperature": 1.0, "top_p": 1.5}, r"top_p=1.5"),
     (generate, {"temperature": 1.0, "key": None}, r"key is None.*key=jax.random.key"),
     (generate, {"top_k": 3}, r"top_k=3 does nothing at temperature 0"),
     (generate, {"top_p": 0.5}, r"top_p=0.5 does nothing at temperature 0"),
@@ -412,4 +400,9 @@ def test_bad_input_is_refused_before_compilation():
         for value in ("always", 1, None):
             with pytest.raises(ValueError, match=f"early_stopping={value!r}, but it must be True, False or"):
                 check_options(2, 1.0, value)  # by `beam_search`, whose annotation is checked before it here
+        for value in ("5", [5.0], True, 64, (3, -1)):
+            with pytest.raises(
+                ValueError, match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or several"
+            ):
+                special_tokens("generate", models["gpt2"], value, None)
     assert not compiled

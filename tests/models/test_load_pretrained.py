@@ -22,16 +22,13 @@ from redco_eqx._base.tree import to_arrays, to_paths
 from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.safetensors import Stored
 
+LAYOUTS: list[Any] = [
+    ("gpt2", {"tensor": 2, "fsdp": 2}, True), ("llama", {"tensor": 4, "data": 1}, False), ("llama", None, True),
+    *in_long(("gpt2", {"tensor": 4, "data": 1}, False), ("llama", {"tensor": 2, "fsdp": 2}, True)),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("family", "axes", "stacked"),
-    [
-        ("gpt2", {"tensor": 2, "fsdp": 2}, True),
-        ("llama", {"tensor": 4, "data": 1}, False),
-        ("llama", None, True),
-        *in_long(("gpt2", {"tensor": 4, "data": 1}, False), ("llama", {"tensor": 2, "fsdp": 2}, True)),
-    ],
-)
+
+@pytest.mark.parametrize(("family", "axes", "stacked"), LAYOUTS)
 def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(tmp_path, monkeypatch, family, axes, stacked):
     reads, read = [], Stored.read
 
@@ -122,17 +119,13 @@ def as_head(table):
 
 
 OLD = [
-    ("gpt2", as_first_published),
-    ("gpt2", with_gamma),
-    ("gpt2", as_head("transformer.wte")),
+    ("gpt2", as_first_published), ("gpt2", with_gamma), ("gpt2", as_head("transformer.wte")),
+    ("llama", bare), ("opt_125m", bare), ("opt_125m", as_head("model.decoder.embed_tokens")),
     ("gpt2", lambda arrays: arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()}),
-    ("llama", bare),
     ("llama", lambda arrays: bare(arrays) | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}),
-    ("opt_125m", bare),
-    ("opt_125m", as_head("model.decoder.embed_tokens")),
     ("opt_125m", lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)}),
     ("gptj", lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)}),
-]
+]  # fmt: skip
 
 
 def test_older_spellings(tmp_path):

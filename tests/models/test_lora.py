@@ -67,6 +67,16 @@ def test_a_branch_starts_at_nothing_and_merges_into_its_base(tmp_path):
     assert_identical(rx.to_arrays(models.load_pretrained(tmp_path / "new", stacked=True)), rx.to_arrays(merged))
 
 
+def test_branches_wider_than_their_base_keep_its_dtype():
+    """As peft makes them, in a scan over layers too."""
+    base = make("llama", stacked=True, dtype=jnp.bfloat16, hidden_size=16, head_dim=2)
+    adapted = models.add_lora(base, targets=TARGETS, rank=4, scale=2.0, key=KEY)
+    wide = jax.tree.map(lambda x, one: 0.1 + x.astype("f4") if one else x, adapted, models.lora_spec(adapted))
+    logits, exact = logits_of(wide), logits_of(rx.cast(wide, jnp.float32))
+    assert logits.dtype == jnp.bfloat16
+    assert np.abs(logits - exact).max() < 0.1 * np.abs(logits_of(base) - exact).max()
+
+
 def test_only_the_branches_are_trained_and_kept_by_the_optimizer():
     adapted = adapt(llama(True), rx.make_mesh(tensor=2), targets=TARGETS)
     state = rx.init_state(adapted, optax.adam(1e-2), key=KEY, trainable=models.lora_spec(adapted))

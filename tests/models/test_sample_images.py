@@ -34,10 +34,11 @@ def alone():
 
 def batch_of(num=8):
     random = np.random.default_rng(0)
+    images, tokens = random.uniform(-1, 1, (num, 3, 8, 8)), random.integers(0, 64, (num, LENGTH))
     return {
-        "images": random.uniform(-1, 1, (num, 3, 8, 8)).astype(np.float32),
-        "tokens": random.integers(0, 64, (num, LENGTH)).astype(np.int32),
-        "empty": np.full((num, LENGTH), 31, np.int32),
+        "images": np.float32(images),
+        "tokens": np.int32(tokens),
+        "empty": np.full_like(tokens, 31, np.int32),
     }
 
 

@@ -27,16 +27,15 @@ def padded(text: jax.Array, before: int) -> tuple[jax.Array, jax.Array]:
     return jnp.pad(text, ((0, 0), (before, NUM - before)), constant_values=7), jnp.asarray(mask)
 
 
-@pytest.mark.parametrize(
-    ("name", "sides"),
-    [
-        ("mistral", (0, NUM)),
-        ("t5", (0, NUM)),
-        *((name, (NUM,)) for name in ("gptj", "opt_350m", "smollm3", "olmo2", "bart", "roberta_masked")),
-        *((name, (0,)) for name in ("bert_labels", "clip")),  # the first token or the last stands for the text
-        *((name, ()) for name in ("vit_labels", "vit_gpt2")),
-    ],
-)
+PADDED = [
+    *((name, (0, NUM)) for name in ("mistral", "t5")),
+    *((name, (NUM,)) for name in ("gptj", "opt_350m", "smollm3", "olmo2", "bart", "roberta_masked")),
+    *((name, (0,)) for name in ("bert_labels", "clip")),  # the first token or the last stands for the text
+    *((name, ()) for name in ("vit_labels", "vit_gpt2")),
+]
+
+
+@pytest.mark.parametrize(("name", "sides"), PADDED)
 def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
     model, (read, *written) = make(name), inputs(name)
     others = [(padded(read, before), before) for before in sides] or [((read, None), 0)]
@@ -69,10 +68,8 @@ def test_in_pieces_with_a_cache_equals_at_once():
     np.testing.assert_allclose(found, np.asarray(whole)[real], rtol=1e-4, atol=1e-4)
 
 
-RATES = {
-    "gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
-    "bart": ("dropout", "attention_dropout", "activation_dropout"),
-}
+RATES = {"gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+         "bart": ("dropout", "attention_dropout", "activation_dropout")}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "remats"), [("gpt2", ("full", "row_out")), *in_long(("bart", ("full",)))])
@@ -122,19 +119,14 @@ def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
     return jax.device_get((params, loss)), jax.device_get(to_arrays(model))
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh_name", "sequence_parallel"),
-    [
-        ("t5", "2x2x2", False),
-        ("t5", "data2xtensor4", True),
-        ("mixtral", "2x2x2", False),
-        *in_long(
-            *((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae")),
-            ("qwen3_moe", "data2xtensor4", True),
-            ("unet", "tensor8", False),  # 4 heads do not divide
-        ),
-    ],
-)
+ON_MESHES = [
+    ("t5", "2x2x2", False), ("t5", "data2xtensor4", True), ("mixtral", "2x2x2", False),
+    *in_long(*((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae"))),
+    *in_long(("qwen3_moe", "data2xtensor4", True), ("unet", "tensor8", False)),  # 4 heads do not divide
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh_name", "sequence_parallel"), ON_MESHES)
 def test_a_step_is_the_same_on_every_mesh(name, mesh_name, sequence_parallel):
     (found, found_loss), _ = updated(name, mesh_name, sequence_parallel)
     (expected, loss), before = updated(name, "one")

@@ -41,6 +41,8 @@ def inputs_of(reference: Reference, paddings: tuple[str, ...] = (), seed: int = 
             found["pixel_values"] = generator.normal(size=(3, 3, 16, 16)).astype(np.float32)
         if "text" in reference.reads:
             ids, mask = texts(padding, seed)
+            if reference.options["model_type"] == "roberta":  # which does not count it, mask or not
+                ids[:, 5:9] = 1
             pad = 1 if reference.options["model_type"] in ("roberta", "bart") else 0
             found["input_ids"] = ids if mask is None else np.where(mask == 1, ids, pad)
             if mask is not None:

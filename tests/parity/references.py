@@ -36,6 +36,7 @@ _LLAMA3 = {
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _SCALED = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 0.5, "beta_slow": 0.05}
+_SWAPPED = {"beta_fast": 0.05, "beta_slow": 0.5, "partial_rotary_factor": 0.75}
 
 
 _RIGHT, _BOTH_SIDES = ("right",), ("left", "right")
@@ -119,7 +120,7 @@ DECODERS = {
         "gpt2", scale_attn_weights=False, tie_word_embeddings=False, n_inner=40, activation_function="gelu"
     ),
     "gptj": _decoder("gptj"),
-    "gpt_neox": _decoder("gpt_neox", rope_parameters={"rope_theta": 500.0}),
+    "gpt_neox": _decoder("gpt_neox", rope_parameters={**_YARN, **_SWAPPED, "rope_theta": 500.0}),
     "gpt_neox_in_turn": _decoder(
         "gpt_neox", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
         rope_parameters={"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
@@ -151,7 +152,7 @@ DECODERS = {
     "olmo2": _decoder("olmo2"),
     "phi3": _decoder("phi3", attention_bias=False, sliding_window=7),
     "phi3_partial": _decoder("phi3", attention_bias=False, rope_parameters={"partial_rotary_factor": 0.75}),
-    "smollm3": _decoder("smollm3"),
+    "smollm3": _decoder("smollm3", rope_parameters={**_YARN, "rope_theta": 500.0}),
 }  # fmt: skip
 
 _TO_TEXT = "AutoModelForSeq2SeqLM", ("text", "decoder")
@@ -216,6 +217,5 @@ IMAGE_MODELS = {
     "sd1": _image("unet", **_UNET, attention_head_dim=2),
     "sd2": _image("unet_linear", **_UNET, attention_head_dim=(4, 8)),
     "other": _image("unet", **{**_UNET, **_OTHER}, attention_head_dim=2),
-    "vae": _image("vae", sample_size=16),
-    "vae_bare": _image("vae", sample_size=16, **_BARE),
-}
+    "vae": _image("vae", sample_size=16), "vae_bare": _image("vae", sample_size=16, **_BARE),
+}  # fmt: skip

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from comparison import TOLERANCE, as_in_files, inputs_of, outputs, torch_output
+from comparison import TOLERANCE, as_in_files, distance, inputs_of, outputs, torch_output
 from references import REFERENCES, VOCABULARY
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -65,6 +67,11 @@ def test_configurations_made_here_open_there(model_type, tmp_path):
     assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
 
 
+def edit(directory, **entries):
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
 def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     text = {**REFERENCES["clip_text"].options}
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -72,13 +79,28 @@ def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     whole = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     whole.save_pretrained(tmp_path)
     assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "clip"
-    model = load_pretrained(tmp_path)
+    edit(tmp_path, text_config_dict={**text, "layer_norm_eps": 0.5})
+    assert transformers.AutoConfig.from_pretrained(tmp_path).text_config.layer_norm_eps == 0.5
+    with pytest.warns(match=r"has arrays of a head that a CLIPTextModel .*: text_projection\.weight\."):
+        model = load_pretrained(tmp_path)
     assert isinstance(model, models.CLIPTextModel)
+    assert model.config.layer_norm_eps == 0.5
     theirs = as_in_files(whole.text_model, dict(whole.text_model.named_parameters()))
     arrays = to_arrays(model)
     assert arrays.keys() == theirs.keys()
     for path, x in arrays.items():
         np.testing.assert_array_equal(x, theirs[path].detach().numpy())
+
+
+def test_a_scaling_added_by_hand_is_read_as_there(directory, tmp_path):
+    pairs = []
+    for name, scaling in (("qwen3", {"rope_type": "yarn", "factor": 4.0}), ("gemma3", {"factor": 3.0})):
+        shutil.copytree(directory(name), tmp_path / name)
+        edit(tmp_path / name, rope_scaling=scaling)
+        pairs.append((load_pretrained(tmp_path / name, stacked=True), INPUTS))
+    for found, name in zip(outputs(*pairs), ("qwen3", "gemma3"), strict=True):
+        there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert distance(found, torch_output(there, INPUTS), INPUTS) <= TOLERANCE
 
 
 def test_every_distance_has_the_bucket_that_it_has_there():

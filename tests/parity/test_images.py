@@ -23,34 +23,36 @@ def load(path, entries):
     return load_image_processor(path)
 
 
-@pytest.mark.parametrize(
-    "there",
-    [
-        transformers.ViTImageProcessorPil(),
-        transformers.ViTImageProcessorPil(
-            size={"height": 20, "width": 30}, resample=3, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]
-        ),
-        transformers.ViTImageProcessorPil(do_normalize=False, rescale_factor=0.01),
-        transformers.ViTImageProcessorPil(do_rescale=False, size={"height": 16, "width": 16}),
-        transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size={"height": 16, "width": 20}),
-    ],
-)
-def test_images_equal_those_of_transformers(there, tmp_path):
-    there.save_pretrained(tmp_path)
-    ours = load_image_processor(tmp_path)
+ODD = {"size": {"height": 20, "width": 30}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+FILES = [
+    *((kind, {}) for kind in ("ViT", "DeiT", "CLIP")), ("ViT", {"do_rescale": False, "size": 16}),
+    ("ViT", {**ODD, "resample": 3}), ("ViT", {"do_normalize": False, "rescale_factor": 0.01}),
+    ("CLIP", {"size": 24, "crop_size": {"height": 16, "width": 20}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "entries"), FILES)
+def test_images_equal_those_of_transformers(kind, entries, tmp_path):
+    ours = [load(tmp_path, {"image_processor_type": f"{kind}ImageProcessor", **entries})]
+    there = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
+    there.save_pretrained(tmp_path)  # with all its entries
+    ours.append(load_image_processor(tmp_path))
     images = [PIL.Image.fromarray(x) for x in IMAGES]
     expected = np.stack([there(x, return_tensors="np")["pixel_values"][0] for x in images])
-    for given in (images, IMAGES):
-        found = ours(given)
+    for processor, given in zip(ours, (images, IMAGES), strict=True):
+        found = processor(given)
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 REFUSED = [
+    (
+        {"image_processor_type": "LevitImageProcessor"},
+        "image_processor_type='Levit.*' is not .* ViT, DeiT, CLIP",
+    ),
     ({"size": {"longest_edge": 9}}, "size={'longest_edge': 9} is not supported"),
     ({"do_pad": True}, "do_pad=True is not supported"),
-    ({"image_mean": [0.5]}, "image_mean=.*must be three numbers"),
-    ({"image_mean": [0.5, 0.5, float("nan")]}, "image_mean=.*must be three numbers"),
+    *(({"image_mean": x}, "image_mean=.*must be three numbers") for x in ([0.5], [0.5, 0.5, float("nan")])),
     ({"image_std": [0.5, 0, 0.5]}, "image_std=.*must be three positive numbers"),
     ({"rescale_factor": "1/255"}, "rescale_factor='1/255', but it must be a positive number"),
     ({"resample": "bicubic"}, "resample='bicubic', but it must be a filter of Pillow, from 0 to 5"),

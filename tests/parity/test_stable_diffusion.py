@@ -87,21 +87,17 @@ def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
     np.testing.assert_array_less(np.abs(rounded - expected), 0.002)  # half a step of 255
 
 
-def assert_equal_there(one, other):
-    for part in PARTS:
-        assert_bit_equal(getattr(one, part), getattr(other, part))
-    ours, theirs = ({k: v for k, v in x.scheduler.config.items() if k[0] != "_"} for x in (one, other))
-    assert ours == theirs
-    assert type(one.scheduler) is type(other.scheduler)
-    assert one.tokenizer(TEXTS)["input_ids"] == other.tokenizer(TEXTS)["input_ids"]
-
-
 def test_what_is_saved_opens_there_bit_equal(pipeline, directory, tmp_path):
-    model = models.load_stable_diffusion(directory["ddim"])
-    target = tmp_path / "saved"
+    model, other = models.load_stable_diffusion(directory["ddim"]), pipeline["ddim"]
     for _ in range(2):  # over itself, too
-        models.save_stable_diffusion(model, target)
-        assert_equal_there(diffusers.StableDiffusionPipeline.from_pretrained(target), pipeline["ddim"])
+        models.save_stable_diffusion(model, tmp_path)
+        one = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
+        for part in PARTS:
+            assert_bit_equal(getattr(one, part), getattr(other, part))
+        ours, theirs = ({k: v for k, v in x.scheduler.config.items() if k[0] != "_"} for x in (one, other))
+        assert ours == theirs
+        assert type(one.scheduler) is type(other.scheduler)
+        assert one.tokenizer(TEXTS)["input_ids"] == other.tokenizer(TEXTS)["input_ids"]
 
 
 def test_a_safety_checker_is_copied_and_not_run(directory, tmp_path):

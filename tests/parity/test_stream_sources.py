@@ -56,10 +56,6 @@ def interleaved() -> Any:
     return datasets.interleave_datasets([part(0, buffer_size=None), part(100, buffer_size=None)])
 
 
-def loader_of_shuffled(epoch: int) -> Any:
-    return StatefulDataLoader(interleaved_shuffled(), batch_size=None)
-
-
 def shuffled_in_shuffled() -> Any:
     return datasets.concatenate_datasets([interleaved_shuffled(), part(200)]).map(lambda x: x)
 
@@ -70,7 +66,7 @@ SOURCES: dict[str, tuple[Any, bool]] = {
     "interleaved": (interleaved, True),
     "interleaved and shuffled": (interleaved_shuffled, False),
     "shuffled within shuffled": (shuffled_in_shuffled, False),
-    "loader of shuffled": (lambda: loader_of_shuffled, False),
+    "shuffled loader": (lambda: lambda _: StatefulDataLoader(interleaved_shuffled(), batch_size=None), False),
     "grain dataset": (lambda: grain_dataset, True),
     "grain loader": (lambda: grain_loader, True),
     "grain iterator": (lambda: iter(grain_dataset(0)), False),

@@ -16,9 +16,12 @@ C = TypeVar("C", bound="BaseConfig")
 E = TypeVar("E", bound="Entries")
 
 ACTIVATION_ENTRIES = {
-    "hidden_act": "", "hidden_activation": "", "activation_function": "", "feed_forward_proj": "gated-",
+    "hidden_activation": "", "hidden_act": "", "activation_function": "", "feed_forward_proj": "gated-",
 }  # fmt: skip
 """Entries that name an activation function, and the prefix that the name may have."""
+
+ELSEWHERE = {"problem_type", "task_specific_params", "prefix", "tokenizer_class"}
+"""Entries that only other libraries read, from the files that are saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Entries:
     """The entry that names the kind: `model_type` as in transformers, or `_class_name` as in diffusers."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Common names of entries, mapped to this family's own names. A file may use either."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Entries with a value for each layer, and the entry of the rule that holds if there is none."""
     only: ClassVar[Mapping[str, Json]] = {}
     """Entries for which only one value is supported. Any other value would change the numbers."""
     outside: ClassVar[tuple[str, ...]] = ("rest",)
@@ -54,10 +59,12 @@ class Entries:
             raise self.error(f"{name}={x!r} is not supported, only {', '.join(map(str, supported))}.")
 
     @classmethod
-    def from_json(cls: type[E], raw: Mapping[str, Json]) -> E:
-        """Read the fields from a parsed file. Entries that are not fields are kept in `rest`.
+    def from_json(cls: type[E], raw: Mapping[str, Json], base: Any = None) -> E:
+        """Read the fields from a parsed file. Entries that are not fields are kept in `rest`. With `base`,
+        return it with these entries instead of its own, under any of their names.
 
-        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported.
+        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported, or if it is
+        to replace one of `base` but no field reads it.
         """
         for name, value in cls.only.items():
             if name in raw and raw[name] != value:
@@ -66,6 +73,8 @@ class Entries:
                     "wrong."
                 )
         raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
+        if base is not None:
+            raw = {**{name: None for name, rule in cls.instead.items() if rule in raw}, **raw}
         values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
         for field in dataclasses.fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, Entries):
@@ -76,16 +85,20 @@ class Entries:
                 part: Any = field.type
                 if any(name in raw for name in part.entries):  # otherwise the family's default
                     make: Any = field.default_factory
-                    values[field.name] = part.from_json(raw, make())
+                    values[field.name] = part.from_json(raw, getattr(base, field.name) if base else make())
                 read |= set(part.entries)
             elif field.name in raw and field.name not in cls.outside:
                 values[field.name] = _read(field, raw[field.name], cls.file)
                 read.add(field.name)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 missing.append(field.name)
-        if missing:
+        if missing and base is None:
             raise ValueError(f"{cls.file}: {', '.join(missing)} is missing, but {cls.__name__} needs it.")
         rest = {name: x for name, x in raw.items() if name not in read}
+        if base is not None:
+            if unread := sorted(rest.keys() - cls.only.keys() - ELSEWHERE):
+                raise ValueError(f"entries: {cls.__name__} does not read {', '.join(unread)}. Leave that out.")
+            return dataclasses.replace(base, **values)
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
     def to_json(self) -> dict[str, Json]:
@@ -109,8 +122,8 @@ class BaseConfig(Entries):
 
     A family checks its own values in `__post_init__`.
 
-    - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the end and padding
-        tokens first from here, and then from the configuration.
+    - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the start, end and
+        padding tokens first from here, and then from the configuration.
     - `source`: the directory that the model was loaded from. `save_pretrained` copies its other files.
         Comparisons ignore it.
     """
@@ -181,10 +194,10 @@ class BaseConfig(Entries):
 
     @property
     def generation_tokens(self) -> dict[str, Any]:
-        """Return `eos_token_id` and `pad_token_id` of `generation_config.json`, else of `config.json`."""
+        """Return the tokens that `generate` reads, of `generation_config.json`, else of `config.json`."""
         given = json.loads(self.generation)
-        names = "eos_token_id", "pad_token_id"
-        return {name: getattr(self, name) if given.get(name) is None else given[name] for name in names}
+        names = "eos_token_id", "pad_token_id", "decoder_start_token_id"
+        return {name: getattr(self, name, None) if given.get(name) is None else given[name] for name in names}
 
     def with_generation(self: C, raw: Mapping[str, Json], source: str | None) -> C:
         """Return the configuration with the entries of a `generation_config.json`, and the directory of the
@@ -193,7 +206,7 @@ class BaseConfig(Entries):
         Raises `ValueError` for values that are not tokens.
         """
         for field in dataclasses.fields(self):
-            if field.name in ("eos_token_id", "pad_token_id") and field.name in raw:
+            if field.name in self.generation_tokens and field.name in raw:
                 _read(field, raw[field.name], "generation_config.json")
         return dataclasses.replace(self, generation=json.dumps(raw, sort_keys=True), source=source)
 
@@ -260,7 +273,7 @@ class Labels:
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
             if type(num) is not int or not 1 <= num <= 2**20:
                 raise ValueError(f"config.json: num_labels={num!r}, but it must be an integer from 1 to 2**20.")
-            return cls.of(num)
+            return default if names is None and num == len(default.names) else cls.of(num)
         if names is None:
             return default
         if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):

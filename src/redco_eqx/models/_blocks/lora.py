@@ -20,6 +20,8 @@ M = TypeVar("M", bound=eqx.Module)
 class LoRA(eqx.Module):
     """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
 
+    The branch is computed in the wider of the dtypes; the output has that of the base.
+
     The sharding rules recognise it: the factor that shares the split dim of the base is split in the same
     way, and the other one is replicated. In stacked layers, all arrays have an additional leading dim.
 
@@ -37,7 +39,8 @@ class LoRA(eqx.Module):
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Apply the projection to the last dim."""
         low = jnp.einsum("...i,ri->...r", x, self.lora_a)
-        return self.base(x) + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
+        output = self.base(x)
+        return (output + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)).astype(output.dtype)
 
     def merge(self) -> Linear:
         """Return the projection alone, with the branch added to its weight."""

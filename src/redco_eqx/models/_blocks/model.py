@@ -72,7 +72,9 @@ class Model(eqx.Module):
     windowed: ClassVar[tuple[str, ...]] = ()
     """Patterns of the keys of matrices that old files store as convolutions of one pixel."""
     ignored: ClassVar[tuple[str, ...]] = ()
-    """Patterns of keys in old files that are not parameters."""
+    """Patterns of keys in files that are not parameters of this model, or of a whole that it is a part of."""
+    dropped: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the keys of heads that this model does not have. `load_pretrained` warns about them."""
     tied: ClassVar[Mapping[str, str]] = {}
     """Heads that the model leaves out when the configuration ties them, and the table that each one uses."""
     tied_by_file: ClassVar[bool] = False
@@ -259,11 +261,8 @@ def run_layers(
     if isinstance(layers, list):
         given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
     x, cached, sums = scan_layers(
-        one,
-        given,
-        (x, () if cache is None else (cache.key, cache.value), sums),
-        remat=remat,
+        one, given, (x, () if cache is None else (cache.key, cache.value), sums),
         batched=(True, None, None),  # the cache of all layers is changed in place
-        sequence_parallel=context.sequence_parallel,
-    )
+        remat=remat, sequence_parallel=context.sequence_parallel,
+    )  # fmt: skip
     return x, cached if sums is None else (*cached, sums)

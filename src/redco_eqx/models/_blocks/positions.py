@@ -5,7 +5,7 @@ relative positions as a bias of the scores (Raffel et al. 2020, T5, section 2.1)
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,12 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 """The numbers that each type needs."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 }
 """More numbers that a type may have."""
+
+Rotation: TypeAlias = tuple[np.ndarray | Float[Array, " pairs"], float | Float[Array, ""]]
+"""Radians per position for each pair of features that turns, and the factor on these features."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,10 @@ class Rope:
         with a wavelength beyond `original_max_position_embeddings / low_freq_factor` by `factor`, keeps those
         within `original_max_position_embeddings / high_freq_factor`, and blends between; `yarn` (Peng et al.
         2023), which divides the pairs that turn less than `beta_slow` times in the original length by `factor`,
-        keeps those that turn more than `beta_fast` times, blends between, and multiplies all scores.
+        keeps those that turn more than `beta_fast` times, blends between, and scales the features that turn.
     - `partial_rotary_factor`: the part of the features of a head that turns, the first ones.
-    - `attention_factor`: the factor on queries and on keys, with `yarn`; by default it follows from `factor`,
-        `mscale` and `mscale_all_dim`.
+    - `attention_factor`: the factor on the features that turn, of queries and of keys, with `yarn`; by default
+        it follows from `factor`, `mscale` and `mscale_all_dim`.
     """
 
     entries: ClassVar[tuple[str, ...]] = (
@@ -79,7 +82,7 @@ class Rope:
         if self.rope_type == "yarn":
             first = max(math.floor(self._pair_of(self.beta_fast, size)), 0)
             last = min(math.ceil(self._pair_of(self.beta_slow, size)), size - 1)
-            divided = np.clip((np.arange(size // 2) - first) / max(last - first, 1e-3), 0, 1)
+            divided = np.clip((np.arange(size // 2) - first) / ((last - first) or 1e-3), 0, 1)
             return (1 - divided) * base + divided * base / self.factor
         return base
 
@@ -89,38 +92,41 @@ class Rope:
         return size * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
     @property
-    def score_factor(self) -> float:
-        """The factor on the scores of attention."""
+    def scale(self) -> float:
+        """The factor on the features that turn, of queries and of keys."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
-            return self.attention_factor**2
+            return self.attention_factor
 
         def magnitude(scale: float) -> float:
             return 0.1 * scale * math.log(max(self.factor, 1.0)) + 1.0
 
         if self.mscale and self.mscale_all_dim:
-            return (magnitude(self.mscale) / magnitude(self.mscale_all_dim)) ** 2
-        return magnitude(1.0) ** 2
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1.0)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "Rope | None" = None) -> "Rope":
-        """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
-        `default` gives the base and the rotated part, if the file does not.
+        """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5). If both
+        are there, only `rope_scaling` counts, as in transformers. `default` gives the base and the rotated part
+        if the file does not, and the scaling if the file has neither.
 
         Raises `ValueError` for a rope type that is not supported, or one that lacks a number.
         """
         default = default or cls()
-        alone = "rope_theta", "partial_rotary_factor"
-        given: dict[str, Any] = {name: raw[name] for name in alone if name in raw}
-        for name in ("rope_scaling", "rope_parameters"):
-            part = raw.get(name) or {}
-            if not isinstance(part, Mapping) or any(isinstance(x, Mapping) for x in part.values()):
-                raise ValueError(
-                    f"config.json: {name}={part!r}, but it must be one object of numbers; another for each "
-                    "kind of layer is not supported."
-                )
-            given |= part
+        name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        part: Any = raw.get(name) or {}
+        if not isinstance(part, Mapping) or any(isinstance(x, Mapping) for x in part.values()):
+            raise ValueError(
+                f"config.json: {name}={part!r}, but it must be one object of numbers; another for each kind of "
+                "layer is not supported."
+            )
+        if not raw.keys() & {"rope_scaling", "rope_parameters"}:
+            part = default.to_json()["rope_scaling"] or {}
+        alone, length = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
+        alone = {name: raw[name] for name in alone if name in raw}
+        given: dict[str, Any] = {length: raw.get("max_position_embeddings"), **alone, **part}
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
@@ -144,7 +150,7 @@ class Rope:
             raise ValueError("config.json: partial_rotary_factor must be at most 1.")
         values: dict[str, Any] = {name: float(x) for name, x in numbers.items()}
         theta = values.pop("rope_theta", default.theta)
-        if (length := "original_max_position_embeddings") in values:
+        if length in values:
             values[length] = int(values[length])
         return cls(theta, rope_type, **{"partial_rotary_factor": default.partial_rotary_factor, **values})
 
@@ -166,6 +172,7 @@ def rotate(
     x: Float[Array, "b t h d"],
     positions: Int[Array, "b t"],
     frequencies: np.ndarray | Float[Array, " pairs"],
+    scale: float | Float[Array, ""] = 1.0,
     *,
     interleaved: bool = False,
 ) -> Float[Array, "b t h d"]:
@@ -173,13 +180,14 @@ def rotate(
 
     **Arguments:**
 
+    - `scale`: the factor on the features that turn.
     - `interleaved`: true if the two features of a pair are neighbours (GPT-J), false if one is in the first
         half and one in the second (LLaMA).
     """
     size = 2 * len(frequencies)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions[:, :, None, None].astype(dtype) * jnp.asarray(frequencies, dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = scale * jnp.cos(angles), scale * jnp.sin(angles)
     pattern = "b t h (i two) -> two b t h i" if interleaved else "b t h (two i) -> two b t h i"
     first, second = rearrange(x[..., :size].astype(dtype), pattern, two=2)
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,8 +210,8 @@ class PNDMScheduler(Scheduler):
         self.check("skip_prk_steps", (True,))
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "PNDMScheduler":
-        return super().from_json({"skip_prk_steps": False, **raw})  # as in diffusers
+    def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "PNDMScheduler":
+        return super().from_json({"skip_prk_steps": False, **raw}, base)  # as in diffusers
 
     def steps(self, num_steps: int) -> Call:
         stride, timesteps = self.num_train_timesteps // num_steps, self.timesteps(num_steps).tolist()

@@ -28,12 +28,7 @@ class AutoencoderKLConfig(StagesConfig):
     """
 
     model_type = "AutoencoderKL"
-    only = {
-        "act_fn": "silu",
-        "latents_mean": None,
-        "latents_std": None,
-        "shift_factor": None,
-    }
+    only = {"act_fn": "silu", "latents_mean": None, "latents_std": None, "shift_factor": None}
 
     sample_size: int | tuple[int, ...] = 32
     in_channels: int = 3

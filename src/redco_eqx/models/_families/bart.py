@@ -38,11 +38,7 @@ class BartConfig(Config):
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
     }
-    only = {
-        "encoder_layerdrop": 0.0,
-        "decoder_layerdrop": 0.0,
-        "tie_word_embeddings": True,
-    }
+    only = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "tie_word_embeddings": True}
 
     vocab_size: int = 50265
     max_position_embeddings: int = 1024
@@ -290,13 +286,9 @@ class OPTDecoder(eqx.Module):
             )
         before, affine = config.do_layer_norm_before, config.layer_norm_elementwise_affine
         make_layer = functools.partial(
-            BartLayer,
-            num_heads=config.num_attention_heads,
-            inner=config.ffn_dim,
-            before=before,
-            use_bias=config.enable_bias,
-            affine=affine,
-        )
+            BartLayer, num_heads=config.num_attention_heads, inner=config.ffn_dim, before=before,
+            use_bias=config.enable_bias, affine=affine,
+        )  # fmt: skip
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         is_last = before and not config._remove_final_layer_norm
         self.final_layer_norm = LayerNorm(size, affine=affine) if is_last else None

@@ -31,11 +31,9 @@ class BertConfig(EncoderConfig, Config):
     architecture = "BertModel"
     norm_first = False
     only = {
-        "add_cross_attention": False,
-        "is_decoder": False,
-        "position_embedding_type": "absolute",
+        "add_cross_attention": False, "is_decoder": False, "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
-    }
+    }  # fmt: skip
 
     vocab_size: int = 30522
     hidden_dropout_prob: float = 0.1
@@ -123,7 +121,8 @@ class BertModel(Model):
 
     stacks = ("encoder.layer",)
     outer = ("bert.", "roberta.")
-    ignored = (POSITIONS, r"^(cls|lm_head|classifier)\.")
+    ignored = (POSITIONS,)
+    dropped = (r"^(cls|lm_head|classifier)\.",)
     heads = ("pooler",)
 
     def __init__(
@@ -158,11 +157,17 @@ class BertModel(Model):
         - `input_ids`: tokens.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
         - `token_type_ids`: the segment of each token; by default 0.
-        - `positions`: by default counted from 0 at the first token that is not padding.
+        - `positions`: by default counted from 0 at the first token that is not padding. A RoBERTa never counts
+            its `pad_token_id`, also where the mask does not hide it.
         - `key`: for dropout, which needs a key and a model that is not in inference mode
             (`eqx.nn.inference_mode`).
         """
         types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        if positions is None and self.config.position_offset:
+            real = input_ids != self.config.pad_token_id
+            if attention_mask is not None and attention_mask.shape == real.shape:
+                real = real & attention_mask.astype(bool)
+            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1  # padding has the row before 0
         return encode_tokens(
             self, input_ids, functools.partial(self.embeddings, input_ids, types), self.encoder.layer,
             attention_mask=attention_mask, positions=positions, key=key,
@@ -232,7 +237,8 @@ class BertForMaskedLM(MaskedLM):
 
     architecture = "BertForMaskedLM"
     stacks = ("bert.encoder.layer",)
-    ignored = (POSITIONS, r"\bpooler\.", r"^cls\.seq_relationship\.")
+    ignored = (POSITIONS,)
+    dropped = (r"\bpooler\.", r"^cls\.seq_relationship\.")
     tied = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -263,7 +269,8 @@ class BertForSequenceClassification(Model):
     architecture = "BertForSequenceClassification"
     stacks = ("bert.encoder.layer",)
     prefixes = ("bert.",)
-    ignored = (POSITIONS, r"^cls\.")
+    ignored = (POSITIONS,)
+    dropped = (r"^cls\.",)
     heads = ("classifier", "bert.pooler")
 
     def __init__(self, config: BertConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
@@ -300,7 +307,8 @@ class RobertaForMaskedLM(MaskedLM):
 
     architecture = "RobertaForMaskedLM"
     stacks = ("roberta.encoder.layer",)
-    ignored = (POSITIONS, r"\bpooler\.")
+    ignored = (POSITIONS,)
+    dropped = (r"\bpooler\.",)
     tied = {
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
@@ -343,7 +351,8 @@ class RobertaForSequenceClassification(Model):
     architecture = "RobertaForSequenceClassification"
     stacks = ("roberta.encoder.layer",)
     prefixes = ("roberta.",)
-    ignored = (POSITIONS, r"^lm_head\.", r"\bpooler\.")
+    ignored = (POSITIONS,)
+    dropped = (r"^lm_head\.", r"\bpooler\.")
     heads = ("classifier",)
 
     def __init__(self, config: RobertaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):

@@ -118,9 +118,8 @@ class CLIPTextModel(Model):
     stacks = ("text_model.encoder.layers",)
     vocabulary = (r"\.token_embedding$",)
     prefixes = ("text_model.",)
-    ignored = (
-        r"\bposition_ids$", r"^vision_model\.", r"^(text|visual)_projection\.", r"^logit_scale$",
-    )  # fmt: skip
+    ignored = (r"\bposition_ids$", r"^vision_model\.", r"^visual_projection\.", r"^logit_scale$")
+    dropped = (r"^text_projection\.",)
 
     def __init__(self, config: CLIPTextConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)

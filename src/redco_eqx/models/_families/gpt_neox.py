@@ -25,9 +25,7 @@ class GPTNeoXConfig(Config):
 
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
-    aliases = {
-        "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
-    }  # fmt: skip
+    aliases = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
     vocab_size: int = 50432
     hidden_size: int = 6144
@@ -72,10 +70,9 @@ class GPTNeoXAttention(eqx.Module):
         size = self.config.head_size
         (qkv,) = context.column(x, self.query_key_value, unit=3 * size)
         q, k, v = jnp.split(split_heads(qkv, 3 * size), 3, axis=-1)
-        frequencies = self.config.rope.frequencies(size)
-        q, k = (rotate(x, context.positions, frequencies) for x in (q, k))
-        scale = self.config.rope.score_factor / size**0.5
-        return context.attend(q, k, v, cache, scale=scale, dropout=self.dropout, dropout_key=key)
+        rope = self.config.rope
+        q, k = (rotate(x, context.positions, rope.frequencies(size), rope.scale) for x in (q, k))
+        return context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
 
 
 class GPTNeoXMLP(eqx.Module):

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
@@ -18,7 +17,7 @@ from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, L
 from redco_eqx.models._blocks.decoder import DecoderLM, make_head
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, make_linears, maybe
 from redco_eqx.models._blocks.model import Options, make_layers
-from redco_eqx.models._blocks.positions import Rope, rotate
+from redco_eqx.models._blocks.positions import Rope, Rotation, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +72,16 @@ class LlamaLikeConfig(Config):
     @property
     def scale(self) -> float:
         """The factor on the scores of attention."""
-        return self.rope.score_factor / self.head_size**0.5
+        return self.head_size**-0.5
 
     @property
     def embedding_scale(self) -> float:
         """The scale factor for token embeddings."""
         return 1.0
 
-    def frequencies(self, context: Context) -> np.ndarray | Float[Array, " pairs"]:
-        """Return radians per position for each pair of features that turns, in the current layer."""
-        return self.rope.frequencies(self.head_size)
+    def rotation(self, context: Context) -> Rotation:
+        """Return the last arguments of `rotate`, in the current layer."""
+        return self.rope.frequencies(self.head_size), self.rope.scale
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`, readable by transformers 4 and 5."""
@@ -143,7 +142,7 @@ class LlamaAttention(eqx.Module):
         q, k, v = (split_heads(x, size) for x in (q, k, v))
         if config.qk_norm == "head":
             q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
-        q, k = (rotate(x, context.positions, config.frequencies(context)) for x in (q, k))
+        q, k = (rotate(x, context.positions, *config.rotation(context)) for x in (q, k))
         heads, cache = context.attend(
             q, k, v, cache,
             scale=config.scale, cap=config.entry("attn_logit_softcapping", None),

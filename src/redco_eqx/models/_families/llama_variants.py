@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
 
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.context import Context
-from redco_eqx.models._blocks.positions import Rope
+from redco_eqx.models._blocks.positions import Rope, Rotation
 from redco_eqx.models._families.llama import LlamaConfig, LlamaLikeConfig
+
+KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,7 @@ class Olmo2Config(LlamaConfig):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
     qk_norm = "all"
-    norms = (
-        None, "post_attention_layernorm", None, "post_feedforward_layernorm",
-    )  # fmt: skip
+    norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5
@@ -83,10 +81,7 @@ class Phi3Config(LlamaConfig):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     only = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    joined = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
+    joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     partial_rotary = True
 
     vocab_size: int = 32064
@@ -109,6 +104,7 @@ class SmolLM3Config(LlamaConfig):
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
+    instead = {"no_rope_layers": "no_rope_layer_interval"}
     only = {"use_sliding_window": False}
 
     vocab_size: int = 128256
@@ -124,20 +120,19 @@ class SmolLM3Config(LlamaConfig):
     rope: Rope = dataclasses.field(default_factory=lambda: Rope(theta=2000000.0))
     no_rope_layers: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"least": 0})
     no_rope_layer_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_layers("no_rope_layers", (0, 1))
+        self.check_layers("layer_types", KINDS[:1])
 
-    def frequencies(self, context: Context) -> np.ndarray | Float[Array, " pairs"]:
-        """Return radians per position; 0 in a layer without positions."""
+    def rotation(self, context: Context) -> Rotation:
         turns = self.no_rope_layers
         if turns is None:
             turns = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.num_layers)]
-        return super().frequencies(context) * jnp.asarray(turns)[context.layer]
-
-
-KINDS = ("full_attention", "sliding_attention")
+        (frequencies, scale), turns = super().rotation(context), jnp.asarray(turns)[context.layer]
+        return frequencies * turns, scale**turns  # by 0 and by 1 in a layer without positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +144,6 @@ class Gemma2Config(LlamaLikeConfig):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
-    aliases = {"hidden_act": "hidden_activation"}
     only = {"tie_word_embeddings": True}
     norms = (
         "input_layernorm", "post_attention_layernorm",
@@ -181,6 +175,11 @@ class Gemma2Config(LlamaLikeConfig):
         self.check_layers("layer_types", KINDS)
 
     @property
+    def hidden_act(self) -> str:
+        """The activation inside the MLP. transformers ignores an entry of this name."""
+        return self.hidden_activation
+
+    @property
     def windowed(self) -> tuple[bool, ...]:
         if self.layer_types is not None:
             return tuple(kind == "sliding_attention" for kind in self.layer_types)
@@ -208,19 +207,21 @@ class LayerRopes:
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "LayerRopes") -> "LayerRopes":
         """Read the entries of transformers 4, or those of 5, which has one object per kind of layer."""
-        kinds = raw.get("rope_parameters") or {}
-        if not isinstance(kinds, Mapping) or set(kinds) - set(KINDS):
+        kinds: Any = raw.get("rope_parameters") or {}
+        is_object = isinstance(kinds, Mapping) and all(isinstance(x or {}, Mapping) for x in kinds.values())
+        if not is_object or set(kinds) - set(KINDS):
             raise ValueError(
                 f"config.json: rope_parameters={kinds!r}, but it must have only {', '.join(KINDS)}."
             )
-        entries = {"rope_theta": raw.get("rope_theta"), "rope_scaling": raw.get("rope_scaling")}
-        full = Rope.from_json({**entries, "rope_parameters": kinds.get(KINDS[0])}, default.full)
-        entries = {"rope_theta": raw.get("rope_local_base_freq"), "rope_parameters": kinds.get(KINDS[1])}
-        near = Rope.from_json(entries, default.near)
+        far, near = ({"rope_parameters": kinds.get(kind)} if "rope_parameters" in raw else {} for kind in KINDS)
+        if isinstance(scaling := raw.get("rope_scaling"), Mapping):
+            far = {"rope_scaling": {**(kinds.get(KINDS[0]) or {}), **scaling}}
+        full = Rope.from_json({"rope_theta": raw.get("rope_theta"), **far}, default.full)
+        near = Rope.from_json({"rope_theta": raw.get("rope_local_base_freq"), **near}, default.near)
         for rope in (full, near):
-            if rope.score_factor != 1 or rope.partial_rotary_factor != 1:
+            if rope.scale != 1 or rope.partial_rotary_factor != 1:
                 raise ValueError(
-                    f"config.json: {rope} is not supported: it must turn whole heads, and scale no scores."
+                    f"config.json: {rope} is not supported: it must turn whole heads, and not scale them."
                 )
         return cls(full, near)
 
@@ -239,7 +240,8 @@ class Gemma3TextConfig(Gemma2Config):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-    only = {"tie_word_embeddings": True, "use_bidirectional_attention": False}
+    instead = {"layer_types": "sliding_window_pattern"}
+    only = {"tie_word_embeddings": True, "use_bidirectional_attention": False, "attn_logit_softcapping": None}
     qk_norm = "head"
 
     vocab_size: int = 262208
@@ -249,6 +251,6 @@ class Gemma3TextConfig(Gemma2Config):
     final_logit_softcapping: float | None = None
     rope: LayerRopes = dataclasses.field(default_factory=LayerRopes)
 
-    def frequencies(self, context: Context) -> Float[Array, " pairs"]:
+    def rotation(self, context: Context) -> Rotation:
         both = jnp.asarray([rope.frequencies(self.head_size) for rope in (self.rope.full, self.rope.near)])
-        return both[jnp.asarray(self.windowed, int)[context.layer]]
+        return both[jnp.asarray(self.windowed, int)[context.layer]], 1.0

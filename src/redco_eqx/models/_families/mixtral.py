@@ -64,9 +64,7 @@ class Qwen3MoeConfig(SparseConfig):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     aliases = {"num_local_experts": "num_experts"}
-    only = {
-        "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }  # fmt: skip
+    only = {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
     qk_norm = "head"
 
     vocab_size: int = 151936

@@ -64,16 +64,10 @@ PARTS: dict[str, tuple[Any, Any]] = {
 }
 """Families by `_class_name`, in a pipeline of diffusers."""
 
-HEADS: dict[str | None, Any] = {
-    model.architecture: model
-    for model in (
-        bert.BertForMaskedLM,
-        bert.BertForSequenceClassification,
-        bert.RobertaForMaskedLM,
-        bert.RobertaForSequenceClassification,
-        vit.ViTForImageClassification,
-    )
-}
+HEADS: dict[str | None, Any] = {model.architecture: model for model in (
+    bert.BertForMaskedLM, bert.BertForSequenceClassification, bert.RobertaForMaskedLM,
+    bert.RobertaForSequenceClassification, vit.ViTForImageClassification,
+)}  # fmt: skip
 """Models by the name in `architectures`, for a `model_type` that has several."""
 
 
@@ -84,19 +78,25 @@ LACKING: dict[str, str] = {
 """The reason why a well-known family is not supported, by `model_type`: a need that the blocks do not meet."""
 
 
-def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
+def read_family(
+    raw: Mapping[str, Json], family: Family | None = None, entries: Mapping[str, Json] | None = None
+) -> tuple[Any, Any]:
     """Read the configuration from a parsed `config.json`, and return it with the class of the model.
 
-    `family` is a pair of classes to use instead of this library's. Raises `ValueError` for an unknown
-    `model_type`, or an entry that is not supported.
+    `family` is a pair of classes to use instead of this library's; `entries` replace those of the file. Raises
+    `ValueError` for an unknown `model_type`, or an entry that is not supported.
     """
+    entries, old = entries or {}, raw.get("rope_parameters")
+    if "rope_scaling" in entries and isinstance(old, Mapping):  # which it replaces, except for the base
+        raw = {**raw, **{name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}}
+    raw = {**raw, **entries}
     whole = raw.get("model_type")
     if family is None and isinstance(whole, str) and whole in INSIDE:
         name, kind = INSIDE[whole]
-        half = raw.get(name)
+        half = raw.get(name) if raw.get(f"{name}_dict") is None else raw[f"{name}_dict"]
         if not isinstance(half, Mapping):
             raise ValueError(f"config.json: {name}={half!r}, but it must be an object.")
-        raw = {**half, "model_type": kind}
+        raw = {**half, **entries, "model_type": kind}
     entry = "_class_name" if "_class_name" in raw and "model_type" not in raw else "model_type"
     families = PARTS if entry == "_class_name" else FAMILIES
     if family is not None:
@@ -118,4 +118,6 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
         named = raw.get("architectures")
         name = named[0] if isinstance(named, list) and named else None
         model_class = HEADS.get(name, model_class) if isinstance(name, str) else model_class
-    return config_class.from_json(raw), model_class
+    entries = {config_class.aliases.get(name, name): x for name, x in entries.items()}
+    config = config_class.from_json({**raw, **entries})
+    return config_class.from_json(entries, config) if entries else config, model_class

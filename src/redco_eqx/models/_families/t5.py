@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -36,11 +36,9 @@ class T5Config(Config):
     model_type = "t5"
     architecture = "T5ForConditionalGeneration"
     aliases = {
-        "hidden_size": "d_model",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
+        "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
         "head_dim": "d_kv",
-    }
+    }  # fmt: skip
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -73,9 +71,14 @@ class T5Config(Config):
         return "gelu_new" if self.is_gated and name == "gelu" else name
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "T5Config":
-        scales = raw.get("tie_word_embeddings") is not False
-        return super().from_json({"scale_decoder_outputs": scales, **raw})
+    def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "T5Config":
+        scales = {} if base else {"scale_decoder_outputs": raw.get("tie_word_embeddings") is not False}
+        twins = {name: raw[name] for name in ("dense_act_fn", "is_gated_act") if name in raw}
+        config = super().from_json({**scales, **{k: x for k, x in raw.items() if k not in twins}}, base)
+        own = {"dense_act_fn": config.activation, "is_gated_act": config.is_gated}
+        if own | twins != own:
+            raise config.error(f"{twins}, but feed_forward_proj={config.feed_forward_proj!r} means {own}.")
+        return config
 
 
 class T5Attention(HeadsAttention):

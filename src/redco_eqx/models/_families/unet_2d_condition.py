@@ -109,15 +109,12 @@ class UNet2DConditionModel(ImageModel):
             )  # fmt: skip
 
         def attention_of(stage: int) -> MakeAttention:
+            names = "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block"
+            memory_size, num_heads, num_layers = (config.per_stage(name)[stage] for name in names)
             return lambda key: SpatialTransformer(
-                channels[stage],
-                config.per_stage("cross_attention_dim")[stage],
-                config.per_stage("attention_head_dim")[stage],
-                num_layers=config.per_stage("transformer_layers_per_block")[stage],
-                num_groups=num_groups,
-                is_linear=config.use_linear_projection,
-                key=key,
-            )
+                channels[stage], memory_size, num_heads, num_layers=num_layers, num_groups=num_groups,
+                is_linear=config.use_linear_projection, key=key,
+            )  # fmt: skip
 
         num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)

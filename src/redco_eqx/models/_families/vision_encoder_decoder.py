@@ -56,21 +56,18 @@ class VisionEncoderDecoderConfig(BaseConfig):
         return self.decoder.entry(name, *default)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "VisionEncoderDecoderConfig":
+    def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "VisionEncoderDecoderConfig":
         """Read both parts. Raises `ValueError` if the encoder is not a ViT or the decoder not a GPT-2."""
         decoder = raw.get("decoder")
         if isinstance(decoder, Mapping):  # true in the file, which a GPT-2 read alone refuses
             raw = {**raw, "decoder": {**decoder, "add_cross_attention": False}}
-        return super().from_json(raw)
+        return super().from_json(raw, base)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`."""
-        return {
-            **super().to_json(),
-            "decoder": {**self.decoder.to_json(), "is_decoder": True},
-            "is_encoder_decoder": True,
-            "tie_word_embeddings": False,
-        }
+        decoder = {**self.decoder.to_json(), "is_decoder": True}
+        own = {"decoder": decoder, "is_encoder_decoder": True, "tie_word_embeddings": False}
+        return super().to_json() | own
 
 
 class VisionEncoderDecoderModel(EncoderDecoder):
@@ -118,11 +115,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         return *self.encoder.example(batch_size), self.decoder.example_tokens(batch_size)
 
     def encoder_states(
-        self,
-        inputs: Float[Array, "b c h w"],
-        *,
-        attention_mask: Array | None = None,
-        key: Key | None = None,
+        self, inputs: Float[Array, "b c h w"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
         if attention_mask is not None:
             raise ValueError("attention_mask: images have no padding. Leave it out.")

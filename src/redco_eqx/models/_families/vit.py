@@ -26,6 +26,7 @@ class ViTConfig(EncoderConfig):
     architecture = "ViTModel"
     norm_first = True
     multiples = (("image_size", "patch_size"),)
+    only = {"pooler_act": "tanh"}
 
     image_size: int = 224
     patch_size: int = 16
@@ -106,7 +107,7 @@ class ViTModel(Model):
 
     stacks = ("encoder.layer",)
     outer = ("vit.",)
-    ignored = (r"^classifier\.",)
+    dropped = (r"^classifier\.",)
     heads = ("pooler",)
 
     def __init__(
@@ -165,7 +166,7 @@ class ViTForImageClassification(Model):
     architecture = "ViTForImageClassification"
     stacks = ("vit.encoder.layer",)
     prefixes = ("vit.",)
-    ignored = (r"\bpooler\.",)
+    dropped = (r"\bpooler\.",)
     heads = ("classifier",)
 
     def __init__(self, config: ViTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -14,6 +15,13 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._files.directory import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
+
+KINDS: dict[str, dict[str, Json]] = {
+    "ViT": {}, "DeiT": {"size": 256, "resample": 3, "do_center_crop": True},
+    "CLIP": {"size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True, "image_std": [
+        0.26862954, 0.26130258, 0.27577711], "image_mean": [0.48145466, 0.4578275, 0.40821073]},
+}  # fmt: skip
+"""The types of processors that do these steps, and the values of entries that a file leaves out."""
 
 MAX_SIDE = 4096
 """The limit on the size of resized images: at most the square of this in pixels, some 200 MB an image."""
@@ -108,6 +116,16 @@ def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
 
 
 def _read(raw: Mapping[str, Json]) -> ImageProcessor:
+    name = raw.get("image_processor_type") or raw.get("feature_extractor_type") or "ViTImageProcessor"
+    kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", str(name))
+    if kind not in KINDS:
+        raise ValueError(
+            f"image_processor_type={name!r} is not supported, only those of {', '.join(KINDS)}. Images would "
+            "be prepared wrongly. If its steps are those of an ImageProcessor, make one of these."
+        )
+    raw = {**KINDS[kind], **raw}
+    if kind == "CLIP" and type(raw["size"]) is int:
+        raw["size"] = {"shortest_edge": raw["size"]}
     for name in ("do_pad", "do_reduce_labels", "do_flip_channel_order"):
         if raw.get(name):
             raise ValueError(f"{name}={raw[name]!r} is not supported. Images would be prepared wrongly.")

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -59,7 +60,8 @@ def load_pretrained(
     It also accepts files of the bare model, norms with `gamma` and `beta`, and the attention of an autoencoder
     under its old names, even as convolutions of one pixel. It ignores masks and frequencies among the keys.
     Instead of the embedding table, or beside it, it accepts a head that the configuration ties to the table. A
-    head beside the table must equal the table bit for bit, and is not kept.
+    head beside the table must equal the table bit for bit, and is not kept. It warns about arrays of other
+    heads, which the model does not have, and names them.
 
     ```python
     model = models.load_pretrained("tiny", mesh, stacked=True, remat="row_out")
@@ -82,7 +84,8 @@ def load_pretrained(
     - `sequence_parallel`: true to split the stream between layers over `tensor` along the token dimension, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
-    - `entries`: entries that replace those of `config.json`, such as dropout rates or `{"num_labels": 3}`.
+    - `entries`: entries that replace those of `config.json`, under any of their names, such as dropout rates or
+        `{"num_labels": 3}`.
     - `key`: for arrays that the files lack in a head that the family states. For example,
         `family=(BertConfig, BertForSequenceClassification)` adds a classifier to a model that was trained
         without one.
@@ -177,7 +180,7 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
         raise FileNotFoundError(f"load_pretrained: {directory} has no config.json, which describes the model.")
     generation = directory / GENERATION
     try:
-        config, make_model = read_family({**read_json(file), **entries}, family)
+        config, make_model = read_family(read_json(file), family, entries)
         raw = read_json(generation) if generation.is_file() else {}
         return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
@@ -264,6 +267,12 @@ def _find(
         raise ValueError(
             f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json.\n  "
             + "\n  ".join(problems)
+        )
+    if match.dropped:
+        warnings.warn(
+            f"load_pretrained: {directory} also has arrays of a head that a {family.__name__} does not have, "
+            f"and that are left out: {first_few(match.dropped)}.",
+            stacklevel=3,
         )
     return found
 

@@ -97,14 +97,10 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if isinstance(model, DecoderLM) else None,
         "base_model_name_or_path": base or model.config.source,
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "lora_dropout": 0.0,
         "target_modules": sorted({path.rpartition(".")[2] for path in branches}),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+        "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0,
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
     directory = Path(directory).expanduser()
 
     def write(fetched: Iterator[np.ndarray]) -> None:

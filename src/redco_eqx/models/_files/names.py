@@ -108,12 +108,14 @@ class Match:
     - `found`: `{key of the model: key in the files}`. For a tied head and its table one is enough.
     - `tied`: `{key in the files: key of the model}`, for heads that the model does not have because the
         configuration ties them to the table of the other key.
-    - `unexpected`: keys in the files without a place in the model.
+    - `dropped`: keys of heads that the model does not have.
+    - `unexpected`: other keys in the files without a place in the model.
     - `twice`: `(key of the model, two keys in the files)`.
     """
 
     found: dict[str, str]
     tied: dict[str, str]
+    dropped: list[str]
     unexpected: list[str]
     twice: list[tuple[str, str, str]]
 
@@ -121,7 +123,7 @@ class Match:
 def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) -> Match:
     """Match a model's keys to those of files, including under older names that `family` declares."""
     wanted = set(wanted)
-    match = Match({}, {}, [], [])
+    match = Match({}, {}, [], [], [])
     for key in keys:
         spellings = _spellings(key, family)
         name = next((name for name in spellings if name in wanted), None)
@@ -132,6 +134,8 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
             match.found[name] = key
         elif tied is not None:
             match.tied[key] = family.tied[tied]
+        elif any(re.search(pattern, key) for pattern in family.dropped):
+            match.dropped.append(key)
         elif not any(re.search(pattern, key) for pattern in family.ignored):
             match.unexpected.append(key)
     for head, table in list(match.tied.items()):

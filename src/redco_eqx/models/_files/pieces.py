@@ -21,12 +21,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """First and last (exclusive) index of each dim."""
 
 
-def place(
-    entry: Entry,
-    found: Mapping[str, Stored],
-    sharding: NamedSharding,
-    dtype: np.dtype | None,
-) -> Array:
+def place(entry: Entry, found: Mapping[str, Stored], sharding: NamedSharding, dtype: np.dtype | None) -> Array:
     """Make a leaf in the layout `sharding`. Each distinct slice is read once, and dropped when its devices have
     it.
 

@@ -125,11 +125,8 @@ def write_file(
     end = 0
     for record in records:
         start, end = end, end + record.num_bytes
-        header[record.key] = {
-            "dtype": NAMES[record.dtype.name],
-            "shape": record.shape,
-            "data_offsets": (start, end),
-        }
+        kind = {"dtype": NAMES[record.dtype.name], "shape": record.shape}
+        header[record.key] = {**kind, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as f:

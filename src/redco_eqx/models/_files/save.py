@@ -61,14 +61,12 @@ def card_of(model: Model, name: str, history: RunHistory) -> str:
     sizes = {} if mesh is None else mesh.shape
     text = _FORM.format(
         library="diffusers" if "diffusion" in model.config.weights else "transformers",
-        name=name,
-        architecture=model.architecture or type(model).__name__,
+        name=name, architecture=model.architecture or type(model).__name__, dtype=common_dtype(arrays),
         num_parameters=sum(math.prod(entry.unpadded_shape) for entry in entries_of(model)),
-        dtype=common_dtype(arrays),
         step=max((step for step, _ in last.values()), default=0),
         versions=" and ".join(f"{x} {importlib.metadata.version(x)}" for x in ("redco_eqx", "jax")),
         place=" x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device",
-    )
+    )  # fmt: skip
     return text + "".join(f"| `{metric}` | {step} | {value:.6g} |\n" for metric, (step, value) in last.items())
 
 
@@ -133,12 +131,9 @@ def save_pretrained(
     config = model.config.to_file(dtype=dtype, architecture=model.architecture)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     write_together(
-        "save_pretrained",
-        directory,
-        itertools.chain.from_iterable(plan),
-        arrays,
+        "save_pretrained", directory, itertools.chain.from_iterable(plan), arrays,
         lambda fetched: _write(directory, plan, text, fetched, model.config, card),
-    )
+    )  # fmt: skip
 
 
 def _check_family(model: Model) -> None:

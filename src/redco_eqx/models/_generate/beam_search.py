@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder
-from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
+from redco_eqx.models._generate.prompt import Prompt, Token, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx.models._generate.sampling import largest
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
@@ -162,8 +162,8 @@ def beam_search(
     num_beams: int,
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
+    eos_token_id: Token | Sequence[Token] | Tokens | None = None,
+    pad_token_id: Token | None = None,
 ) -> Hypotheses:
     """Search for the best-scoring texts that follow each row of `inputs`, with the beam search of transformers
     5.
@@ -203,7 +203,7 @@ def beam_search(
     """
     check_options(num_beams, length_penalty, early_stopping)
     prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
-    ends, pad = special_tokens(model, eos_token_id, pad_token_id)
+    ends, pad = special_tokens("beam_search", model, eos_token_id, pad_token_id)
     early_stopping = True if num_beams == 1 else early_stopping
     rules = Rules(max_new_tokens, num_beams, early_stopping, ends, pad)
     return _search(model, prompt, jnp.asarray(length_penalty, float), rules)
@@ -233,12 +233,9 @@ def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], ru
         search, cache = carry
         last, beams = search.step - 1, search.beams
         tokens = jax.lax.dynamic_index_in_dim(beams.tokens, last, axis=2, keepdims=False)
-        hidden, cache = run(
-            tokens,
-            attention_mask=_visible(prompt.real, beams),
-            positions=jnp.broadcast_to(lengths + last, tokens.shape),
-            cache=cache,
-        )
+        positions = jnp.broadcast_to(lengths + last, tokens.shape)
+        mask = _visible(prompt.real, beams)
+        hidden, cache = run(tokens, attention_mask=mask, positions=positions, cache=cache)
         assert cache is not None  # because the call passed one
         return advance(search, model.logits(hidden), rules), cache
 

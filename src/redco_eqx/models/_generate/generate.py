@@ -13,7 +13,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder
-from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
+from redco_eqx.models._generate.prompt import Prompt, Token, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
@@ -31,8 +31,8 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
+    eos_token_id: Token | Sequence[Token] | Tokens | None = None,
+    pad_token_id: Token | None = None,
     key: Key | None = None,
 ) -> Int[Array, "batch max_new_tokens"]:
     """Generate the tokens that follow each row of `inputs` or, with an encoder, a text about it. The default is
@@ -60,7 +60,8 @@ def generate(
         follow its last real one, and depend on that row alone. The output for a row without real tokens is
         padding.
     - `decoder_input_ids`: `(batch, length)`, for a model with an encoder: the beginning of the text, which is
-        not in the output. The default is `config.decoder_start_token_id`.
+        not in the output. The default is `decoder_start_token_id` of the model's `generation_config.json`, or
+        else of its configuration.
     - `max_new_tokens`: the number of new tokens in each row, including padding. The loop stops early when every
         row has ended. A table of positions limits the number of tokens, including the prompt. Rotary embeddings
         have no limit, but the text gets worse beyond the length used in training.
@@ -81,12 +82,13 @@ def generate(
     **Raises:**
 
     `ValueError`, before anything is compiled, for an argument out of its range, sampling without a key, `top_k`
-    or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, a token outside the
-    vocabulary (except under a trace, which cannot see it), or a text longer than the table of positions.
+    or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, a token or an end token
+    outside the vocabulary (except under a trace, which cannot see tokens), or a text longer than the table of
+    positions.
     """
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
-    ends, pad = special_tokens(model, eos_token_id, pad_token_id)
+    ends, pad = special_tokens("generate", model, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
     return _generate(model, prompt, key, options)
 

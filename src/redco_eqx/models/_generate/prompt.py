@@ -1,6 +1,6 @@
 """The beginning of a text: checks of its arguments, the tokens that end it, and the model's first logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.model import unstack
 
 Tokens: TypeAlias = Array | np.ndarray
+Token: TypeAlias = int | np.integer
 Step: TypeAlias = Callable[..., tuple[Array, Cache | None]]
 """`step(tokens, cache=cache)` returns hidden states and the new cache, as `DecoderLM.hidden_states` does."""
 
@@ -124,26 +125,33 @@ def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: T
 
 def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
     """Return, for each row, the token that precedes the first one."""
-    start = model.config.decoder_start_token_id
+    start = model.config.generation_tokens["decoder_start_token_id"]
     if start is None:
         raise ValueError(
-            f"{name}: config.json has no decoder_start_token_id. Pass decoder_input_ids, (batch, length): the "
-            "beginning of each text."
+            f"{name}: the model's files have no decoder_start_token_id. Pass decoder_input_ids, (batch, "
+            "length): the beginning of each text."
         )
     return np.full((size, 1), start, np.int32)
 
 
 def special_tokens(
-    model: Decoder, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+    name: str, model: Decoder, eos_token_id: Any, pad_token_id: Token | None
 ) -> tuple[tuple[int, ...], int]:
-    """Return the tokens that end a text, and the one that follows the end."""
-    given = model.config.generation_tokens
+    """Return the tokens that end a text, and the one that follows the end. Raise `ValueError` if those that the
+    caller of the function `name` passed are not tokens.
+    """
+    given, size = model.config.generation_tokens, model.config.vocab_size
     ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
-    ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    ends = np.ravel(np.zeros(0, int) if ends is None or np.size(ends) == 0 else ends)
+    is_token = ends.dtype.kind in "iu" and np.all((ends >= 0) & (ends < size))
+    if eos_token_id is not None and not is_token:
+        raise ValueError(
+            f"{name}: eos_token_id={eos_token_id!r}, but it must be a token, from 0 to {size - 1}, or several."
+        )
     pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
     if pad is None:
-        pad = ends[0] if ends else 0
-    return ends, pad
+        pad = ends[0] if len(ends) else 0
+    return tuple(map(int, ends)), int(pad)
 
 
 def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:

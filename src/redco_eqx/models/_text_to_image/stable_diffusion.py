@@ -86,11 +86,7 @@ def parts_spec(model: StableDiffusion, *parts: str) -> StableDiffusion:
 
 
 def noise_losses(
-    model: StableDiffusion,
-    images: Float[Array, "b c height width"],
-    input_ids: Int[Array, "b t"],
-    *,
-    key: Key,
+    model: StableDiffusion, images: Float[Array, "b c height width"], input_ids: Int[Array, "b t"], *, key: Key
 ) -> Float[Array, " b"]:
     """Return the squared error of the prediction for each image in float32. Each image gets the noise of its
     own timestep.
