@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import redco_eqx as rx
 from redco_eqx import batch_sharding, cast, from_arrays, make_mesh, to_arrays
-from redco_eqx._base.tree import is_array, is_trainable, leaves_with_paths
+from redco_eqx._base.tree import leaves_with_paths
 
 KEY = jax.random.key(0)
 
@@ -141,18 +141,6 @@ def test_from_arrays_names_every_misfit():
     ):
         assert misfit in str(error)
     assert "table.nested" not in str(error)
-
-
-# Predicates.
-
-
-def test_predicates():
-    trainable = (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.complex64), jax.ShapeDtypeStruct((2,), jnp.float32))
-    constants = (jnp.arange(2), jnp.ones(2, bool), KEY, jax.ShapeDtypeStruct((2,), jnp.int32))
-    of_numpy = (np.ones(2, np.float32), np.float32(1))
-    assert all(is_array(x) and is_trainable(x) for x in trainable)
-    assert all(is_array(x) and not is_trainable(x) for x in (*constants, *of_numpy))
-    assert not any(is_array(x) or is_trainable(x) for x in (1.0, None, jnp.sin))
 
 
 # Cast.

@@ -125,10 +125,6 @@ class Named:
     def static() -> Any:
         return helper()
 
-    @classmethod
-    def of_class(cls) -> Any:
-        return helper()
-
     def read(self) -> Any:
         return self.target
 
@@ -208,7 +204,6 @@ WAYS: dict[str, Any] = {
     "import": lambda: (MODULE, lambda _: from_module, next_target),
     "class": lambda: (Named, lambda _: lambda: Named.target, next_target),
     "static method": lambda: (globals(), lambda _: lambda: Named.static(), next_item),
-    "class method": lambda: (globals(), lambda _: lambda: Named.of_class(), next_item),
     "array": lambda: by_closure(array.array("d", [0.0]), lambda x: x[0], lambda x: x.__setitem__(0, 1.0)),
     "slot": lambda: by_closure(set_target(Slots(), 0), lambda x: x.target, next_target),
     "deque": lambda: by_closure(collections.deque([0]), lambda x: x[-1], lambda x: x.append(1)),
