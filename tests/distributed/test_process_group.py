@@ -56,7 +56,7 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
         ("hook", UNLIKE),
         ("evaluation", "evaluate: the checksum of examples[0] is"),
         ("metrics", "evaluate: the checksum of what loss_fn computes is"),
-        ("allow_changes", "allow_changes is (False, ({}, False)) on process 0"),
+        ("allow_changes", "allow_changes=False)) on process 0 (host"),
         ("drift", f"{program.LAST_BIAS} {UNLIKE}. This happened at step"),
     ],
 )

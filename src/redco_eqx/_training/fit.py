@@ -139,7 +139,6 @@ def fit(
         )
     check_optimizer("fit", state, optimizer)
     mesh = state_mesh(state)
-    check_complete("fit", mesh)
     saver = None if checkpoints is None else _saver(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
@@ -157,14 +156,16 @@ def fit(
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(step_timeout_seconds))
         interrupt = stack.enter_context(InterruptFlag())
-        chosen = saver and (dict(saver.config.keep_best), saver.config.allow_changes)
         facts = {
             "batch_size": batch_size,
             "num_microbatches": num_microbatches,
             "how long, and what is due": plan,
             "len(train_examples)": epochs.num_examples,
             "evaluation's batch_size": evaluation and evaluation.batch_size,
-            "a hook, keep_best, allow_changes": (hook is not None, chosen),
+            "a hook, checkpoints": (
+                hook is not None,
+                saver and dataclasses.replace(saver.config, directory=""),
+            ),
         }
         needs_identity = saver is not None or is_shared(mesh)
         run = _begin(state, epochs, facts if needs_identity else None, collate_fn)
@@ -218,6 +219,7 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, collate_fn: CollateFn) -> RunRecord:
     """Make the record of the run that begins with `state`. Compute its identity only if there are `facts`
     (see `identify`)."""
+    check_complete("fit", state_mesh(state))
     identity = None
     if facts is not None:
         from redco_eqx._training.identity import identify
