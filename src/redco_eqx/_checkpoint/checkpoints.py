@@ -262,7 +262,7 @@ class Checkpoints:
     Raises `ValueError` for a value that cannot be used.
     """
 
-    directory: str | os.PathLike[str]
+    directory: str | os.PathLike[str] = dataclasses.field(repr=False)  # the rest is equal on all processes
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     keep_last: int | None = 2

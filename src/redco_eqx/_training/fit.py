@@ -162,10 +162,7 @@ def fit(
             "how long, and what is due": plan,
             "len(train_examples)": epochs.num_examples,
             "evaluation's batch_size": evaluation and evaluation.batch_size,
-            "a hook, checkpoints": (
-                hook is not None,
-                saver and dataclasses.replace(saver.config, directory=""),
-            ),
+            "a hook, checkpoints": (hook is not None, saver and saver.config),
         }
         needs_identity = saver is not None or is_shared(mesh)
         run = _begin(state, epochs, facts if needs_identity else None, collate_fn)
