@@ -67,7 +67,6 @@ def changed(name, **changes):
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-WINDOWS, NO_ROPE = ["full_attention"] * 26, [1] * 36
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a file, and what it means
     ({"model_type": "smollm3", "rope_scaling": YARN}, {"rope.theta": 2e6, "rope.rope_type": "yarn"}),
     (rope("smollm3", **YARN), {"rope.theta": 2e6, "rope.rope_type": "yarn"}),
@@ -106,9 +105,11 @@ REPLACED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
      {"rope_parameters": {"partial_rotary_factor": 1.0}}),
     (rope("gemma3_text", full_attention={"rope_theta": 5}), {"rope_theta": 9, "rope_local_base_freq": 8},
      {"rope_parameters": {"full_attention": {"rope_theta": 9}, "sliding_attention": {"rope_theta": 8}}}),
-    ({"model_type": "gemma3_text", "layer_types": WINDOWS}, {"sliding_window_pattern": 3},
+    *((rope("gemma3_text", full_attention={**LINEAR, "rope_theta": 5}), {"rope_scaling": x},
+      {"rope_parameters": {"full_attention": {"rope_theta": 5, **(x or {})}}}) for x in (YARN | LINEAR, None)),
+    ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, {"sliding_window_pattern": 3},
      {"layer_types": None, "sliding_window_pattern": 3}),
-    ({"model_type": "smollm3", "no_rope_layers": NO_ROPE}, {"no_rope_layer_interval": 3},
+    ({"model_type": "smollm3", "no_rope_layers": [1] * 36}, {"no_rope_layer_interval": 3},
      {"no_rope_layers": None, "no_rope_layer_interval": 3}),
     (changed("bert_labels", num_labels=None, id2label={"0": "a", "1": "b"}), {"num_labels": 2}, {}),
     (changed("bert_labels", id2label={"0": "a"}), {"num_labels": 3}, {"id2label": None, "num_labels": 3}),
@@ -130,7 +131,7 @@ REFUSED = [
     ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
     (rope(rope_type="mrope", factor=2.0), "rope type 'mrope' is not supported, only default, linear, llama3"),
     (rope(full_attention={"rope_type": "default"}), "rope_parameters=.* another for each kind of layer"),
-    ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling='linear'"),
+    *(({"model_type": kind, "rope_scaling": "x"}, "rope_scaling='x'") for kind in ("llama", "gemma3_text")),
     (rope(rope_type="linear", factor="2"), "factor='2', but it must be a positive number"),
     ({"model_type": "mistral", "rope_theta": 0}, "rope_theta=0, but it must be a positive"),
     (

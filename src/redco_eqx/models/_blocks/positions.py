@@ -124,8 +124,8 @@ class Rope:
             )
         if not raw.keys() & {"rope_scaling", "rope_parameters"}:
             part = default.to_json()["rope_scaling"] or {}
-        alone, length = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
-        alone = {name: raw[name] for name in alone if name in raw}
+        alone = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+        length = "original_max_position_embeddings"
         given: dict[str, Any] = {length: raw.get("max_position_embeddings"), **alone, **part}
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:

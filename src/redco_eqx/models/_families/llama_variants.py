@@ -214,8 +214,9 @@ class LayerRopes:
                 f"config.json: rope_parameters={kinds!r}, but it must have only {', '.join(KINDS)}."
             )
         far, near = ({"rope_parameters": kinds.get(kind)} if "rope_parameters" in raw else {} for kind in KINDS)
-        if isinstance(scaling := raw.get("rope_scaling"), Mapping):
-            far = {"rope_scaling": {**(kinds.get(KINDS[0]) or {}), **scaling}}
+        if "rope_scaling" in raw:  # which adds to what is given for the layers without the window
+            own, scaling = kinds.get(KINDS[0]) or {}, raw["rope_scaling"] or {}
+            far = {"rope_scaling": {**own, **scaling} if isinstance(scaling, Mapping) else scaling}
         full = Rope.from_json({"rope_theta": raw.get("rope_theta"), **far}, default.full)
         near = Rope.from_json({"rope_theta": raw.get("rope_local_base_freq"), **near}, default.near)
         for rope in (full, near):

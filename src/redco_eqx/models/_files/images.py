@@ -120,8 +120,7 @@ def _read(raw: Mapping[str, Json]) -> ImageProcessor:
     kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", str(name))
     if kind not in KINDS:
         raise ValueError(
-            f"image_processor_type={name!r} is not supported, only those of {', '.join(KINDS)}. Images would "
-            "be prepared wrongly. If its steps are those of an ImageProcessor, make one of these."
+            f"image_processor_type={name!r} is not known, only {', '.join(KINDS)}. Make an ImageProcessor."
         )
     raw = {**KINDS[kind], **raw}
     if kind == "CLIP" and type(raw["size"]) is int:
