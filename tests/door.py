@@ -200,6 +200,7 @@ CONFUSED: list[tuple[Any, str]] = [
     ),
     # Layouts
     (lambda: explain({"*": jax.P()}), f"{PAIRS} ... list(overrides.items())"),
+    (lambda: explain([("*", jax.P(jax.P.UNCONSTRAINED))]), f"{PAIRS} ... For a spec of axes"),
     (lambda: explain(("*", jax.P())), PAIRS),
     (lambda: explain([("*", ("tensor",))]), "overrides ... ('tensor',) ... PartitionSpec(\"tensor\")"),
     # Functions

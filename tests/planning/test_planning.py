@@ -123,10 +123,9 @@ def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> No
 
 
 def test_a_loss_is_tried_with_its_activations_split_and_without() -> None:
-    found = plan(loss_fn=rx.split_activations(squares), mesh={"data": 2, "tensor": 4})
-    assert {trial.options["split_activations"] for trial in found.trials} == {True, False}
-    alone = plan(loss_fn=rx.split_activations(squares), mesh={"data": 8})
-    assert [trial.options["split_activations"] for trial in alone.trials] == [False]
+    for mesh, tried in (({"data": 2, "tensor": 4}, {True, False}), ({"data": 8}, {False})):
+        found = plan(loss_fn=rx.split_activations(squares), mesh=mesh)
+        assert {trial.options["split_activations"] for trial in found.trials} == tried
     odd = jax.tree.map(lambda x: jax.ShapeDtypeStruct((12, *x.shape[1:]), x.dtype), BATCH)
     with pytest.raises(ValueError, match="no mesh of 8 devices splits a batch of 12 evenly"):
         plan(batch=odd, mesh={"data": 8})

@@ -251,12 +251,12 @@ def plan(
             f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} evenly into "
             f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
         )
+    plain = loss_fn.function if isinstance(loss_fn, SplitActivations) else loss_fn
 
     def compile(trial: Trial) -> Trial:
         if progress:
             print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
-        is_plain = isinstance(loss_fn, SplitActivations) and not trial.options["split_activations"]
-        function: Any = vars(loss_fn)["function"] if is_plain else loss_fn
+        function = loss_fn if trial.options.get("split_activations") else plain
         return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
 
     return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))

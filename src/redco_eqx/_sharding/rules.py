@@ -154,11 +154,11 @@ def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
         raise TypeError(f"shard_rules: model is the class {model.__name__}, not one of its instances.")
     for pair in overrides:
         match pair:
-            case (str(), PartitionSpec()):
+            case (str(), PartitionSpec() as spec) if PartitionSpec.UNCONSTRAINED not in tuple(spec):
                 continue
         raise TypeError(
             f"overrides must be pairs, [(pattern, PartitionSpec), ...], but has {pair!r}. For a dict, pass "
-            'list(overrides.items()). For a spec, use jax.sharding.PartitionSpec("tensor").'
+            'list(overrides.items()). For a spec of axes, use jax.sharding.PartitionSpec("tensor").'
         )
 
 
