@@ -153,9 +153,8 @@ def train_step(
         parts = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
     first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
     inputs = (params, frozen, state.model_state, first, key)
-    splits = isinstance(loss_fn, SplitActivations)
-    options = {"splits": splits, "differentiates": True, "reshard": reshard_after_forward}
-    gradient = program_of(on_arrays(state, loss_of), inputs, layout, **options)
+    options: Any = {"splits": isinstance(loss_fn, SplitActivations), "reshard": reshard_after_forward}
+    gradient = program_of(on_arrays(state, loss_of), inputs, layout, differentiates=True, **options)
 
     def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
         """The loss of the whole batch, the metrics, the new model state, and the gradients."""
@@ -236,8 +235,7 @@ def eval_step(
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
-    splits = isinstance(loss_fn, SplitActivations)
-    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings, splits)
+    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings, loss_fn)
 
 
 @in_own_context
@@ -275,8 +273,7 @@ def predict_step(
     check_is_state(state, "predict_step: state")
     check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
     size = _num_rows("predict_step", batch)
-    splits = isinstance(predict_fn, SplitActivations)
-    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, splits)
+    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn)
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
     for path, x in leaves_with_paths(outputs):
@@ -308,9 +305,9 @@ def _infer(
     key: Key,
     use: Callable[[Any, Any, Key], Any],
     shardings: PyTree | None,
-    splits: bool,
+    function: Callable[..., Any],
 ) -> Any:
-    """Compute `use(model, batch, key)` with the model in inference mode."""
+    """Compute `use(model, batch, key)`, which calls the user's function, with the model in inference mode."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
@@ -318,6 +315,7 @@ def _infer(
         return use(eqx.nn.inference_mode(model), batch, key)
 
     inputs = (state.params, state.frozen, state.model_state, batch, key)
+    splits = isinstance(function, SplitActivations)
     return program_of(on_arrays(state, run), inputs, layout, splits=splits)(*inputs)
 
 

@@ -270,10 +270,11 @@ class Reporter:
             for logger in self._loggers:
                 if hasattr(logger, "rewind"):
                     logger.rewind(step)
-            self.rows = from_first(lambda: file.rewind(step) if file else [])
-            if file is not None and len(self.rows) + (run.window is not None) < run.num_rows:
-                lack = f"{len(self.rows)} of the {run.num_rows} rows of the run are left in {directory}/{FILE}"
-                warnings.warn(f"fit: {lack}, so the history lacks the others.", stacklevel=3)
+            self.rows = rows = from_first(lambda: file.rewind(step) if file else [])
+            if file is not None and len(rows) + (run.window is not None) < run.num_rows:
+                warnings.warn(
+                    f"fit: {len(rows)} of {run.num_rows} rows are left in {directory}/{FILE}.", stacklevel=3
+                )
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""

@@ -246,7 +246,12 @@ class Training:
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
         program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
-        agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
+        if is_shared(self._mesh):
+            from redco_eqx._training.identity import programs_of
+
+            digests = programs_of(self.state, batch, **functions)
+            facts = {f"the checksum of what {name} computes": x for name, x in digests.items()}
+            agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
 
