@@ -273,7 +273,7 @@ class Reporter:
             self.rows = rows = from_first(lambda: file.rewind(step) if file else [])
             if file is not None and len(rows) + (run.window is not None) < run.num_rows:
                 warnings.warn(
-                    f"fit: {len(rows)} of {run.num_rows} rows are left in {directory}/{FILE}.", stacklevel=3
+                    f"{len(rows)} of {run.num_rows} rows are left in {directory}/{FILE}.", stacklevel=3
                 )
 
     def say(self, message: str) -> None:
