@@ -192,7 +192,7 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
     assert run("cut") == history
     rows = tmp_path / "cut" / "history.jsonl"
     rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[2:]))
-    with pytest.warns(UserWarning, match=r"6 of 8 rows are left in .*history\.jsonl"):
+    with pytest.warns(UserWarning, match=r"6 of 8 rows left in .*history\.jsonl"):
         run("cut")
     assert log.read_bytes().startswith(before)
     own = tiny.read_log(log)[-8:]

@@ -272,9 +272,7 @@ class Reporter:
                     logger.rewind(step)
             self.rows = rows = from_first(lambda: file.rewind(step) if file else [])
             if file is not None and len(rows) + (run.window is not None) < run.num_rows:
-                warnings.warn(
-                    f"{len(rows)} of {run.num_rows} rows are left in {directory}/{FILE}.", stacklevel=3
-                )
+                warnings.warn(f"{len(rows)} of {run.num_rows} rows left in {directory}/{FILE}", stacklevel=3)
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""
