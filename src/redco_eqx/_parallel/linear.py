@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
-from redco_eqx._base.tree import is_array, leaves_with_paths
+from redco_eqx._base.tree import from_arrays, is_array, to_arrays
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 
 # The mesh that traced arrays lie on, read from the arrays themselves.
@@ -57,23 +57,25 @@ Axes = str | Sequence[str]
 
 
 def psum(x: Array, axes: Axes) -> Array:
-    """`jax.lax.psum`; on CPU a bfloat16 sum is taken in float32."""
-    return _in_float32_on_cpu(lambda x: jax.lax.psum(x, axes), x)
+    """`jax.lax.psum`; on CPU a bfloat16 sum is taken in float32. Without axes, it returns `x`."""
+    return _in_float32_on_cpu(jax.lax.psum, x, axes)
 
 
 def vary(x: Array, axes: Axes) -> Array:
     """Mark `x` as different on each device along `axes`, so that its gradient is a single `psum` over them."""
-    return _in_float32_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x)
+    return _in_float32_on_cpu(functools.partial(jax.lax.pcast, to="varying"), x, axes)
 
 
-def _in_float32_on_cpu(function: Callable[[Array], Array], x: Array) -> Array:
+def _in_float32_on_cpu(function: Callable[[Array, Axes], Array], x: Array, axes: Axes) -> Array:
     # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the process on a bfloat16 sum
     # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. The
     # platform is known only when the program is lowered.
-    if x.dtype != jnp.bfloat16:
-        return function(x)
+    if x.dtype != jnp.bfloat16 or not axes:
+        return function(x, axes)
     return jax.lax.platform_dependent(
-        x, cpu=lambda x: function(x.astype(jnp.float32)).astype(x.dtype), default=function
+        x,
+        cpu=lambda x: function(x.astype(jnp.float32), axes).astype(x.dtype),
+        default=lambda x: function(x, axes),
     )
 
 
@@ -86,15 +88,19 @@ Layer: TypeAlias = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """A layer in parts: arrays that a `shard_map` cuts by `specs`, and a function that rebuilds the layer.
+    """A layer in parts: a tree of arrays that a `shard_map` cuts by `specs`, and a tree of everything else.
 
     - `bias`: the bias that a row split adds after the sum over shards. The layer then has zeros in its place.
     """
 
-    arrays: list[Array]
-    specs: list[PartitionSpec]
-    build: Callable[[list[Array]], Layer]
+    arrays: PyTree[Array]
+    static: PyTree
+    specs: PyTree[PartitionSpec]
     bias: Array | None = None
+
+    def apply(self, arrays: PyTree[Array], x: Array) -> Array:
+        """Apply the layer with these arrays, which may be shards of its own."""
+        return apply(eqx.combine(arrays, self.static), x)
 
 
 def marked(x: Array) -> Array:
@@ -110,40 +116,23 @@ def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, 
     """
     from redco_eqx._sharding.matrices import read_model  # only if a layer is split
 
-    root = read_model(layer)
-    matrices = root.matrices()
-    if len(matrices) != 1 or matrices[0].node is not root:
+    matrix = read_model(layer).matrix
+    if matrix is None:
         return None
-    (matrix,) = matrices
     dims = {node.path: dim for node, dim in matrix.cut(split).items()}
     features = matrix.out_size // matrix.parts if split == "column" else matrix.in_size
     is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
     if not is_linear or features % (num_shards * unit):
         return None
-    leaves, build = take_apart(layer)
-    paths = [path for path, _ in leaves_with_paths(eqx.filter(layer, is_array))]
-    if set(paths) != set(dims):
+    own, bias = to_arrays(layer), None
+    if own.keys() != dims.keys():
         return None
-    bias = None
     if split == "row" and matrix.bias is not None:
-        index = paths.index(matrix.bias.path)
-        bias, leaves[index] = leaves[index], jnp.zeros_like(leaves[index])
-    specs = [
-        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(dims.get, paths)
-    ]
-
-    return SplitLayer(leaves, specs, build, bias)
-
-
-def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]], Layer]]:
-    """Return the arrays of a layer, and a function that rebuilds the layer from them."""
+        bias = own[matrix.bias.path]
+        layer = from_arrays(layer, {**own, matrix.bias.path: jnp.zeros_like(bias)})
     arrays, static = eqx.partition(layer, is_array)
-    leaves, treedef = jax.tree.flatten(arrays)
-
-    def build(leaves: list[Array]) -> Layer:
-        return functools.partial(apply, eqx.combine(jax.tree.unflatten(treedef, leaves), static))
-
-    return leaves, build
+    cut = [PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(dims.get, own)]
+    return SplitLayer(arrays, static, jax.tree.unflatten(jax.tree.structure(arrays), cut), bias)
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
@@ -211,13 +200,13 @@ def column(
 
 
 def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
-    def body(x: Array, arrays: list[list[Array]]) -> list[Array]:
+    def body(x: Array, arrays: list[PyTree[Array]]) -> list[Array]:
         # `vary` transposes to one sum over the shards, after the siblings' gradients are added.
         x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if sequence_parallel else vary(x, "tensor")
-        return [split.build(own)(x) for split, own in zip(splits, arrays)]
+        return [split.apply(own, x) for split, own in zip(splits, arrays)]
 
     arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
-    ranks = [jax.eval_shape(split.build(split.arrays), x).ndim for split in splits]
+    ranks = [jax.eval_shape(split.apply, split.arrays, x).ndim for split in splits]
     # Beside automatic axes, gathers and scatters over a manual axis become other operations.
     rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
     inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
@@ -283,8 +272,8 @@ def row(
 
 
 def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
-    def body(xs: list[Array], arrays: list[list[Array]]) -> Array:
-        total = _added([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
+    def body(xs: list[Array], arrays: list[PyTree[Array]]) -> Array:
+        total = _added([split.apply(own, x) for x, split, own in zip(xs, splits, arrays)])
         if sequence_parallel:
             return jax.lax.psum_scatter(total, "tensor", scatter_dimension=1, tiled=True)
         return psum(total, "tensor")

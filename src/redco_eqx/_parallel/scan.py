@@ -115,8 +115,6 @@ def scan_layers(
 
     def hold(x: X) -> X:
         def one(is_batched: bool | None, part: PyTree) -> PyTree:
-            if is_batched is None:
-                return part
             return jax.tree.map(lambda x: _held(x, mesh, is_batched, sequence_parallel), part)
 
         return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
@@ -154,9 +152,9 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
     return keep_products_and_row_out if has_fsdp else None
 
 
-def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_parallel: bool) -> PyTree:
+def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool | None, sequence_parallel: bool) -> PyTree:
     """Give an array its layout between layers. Anything else stays as it is."""
-    if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
+    if is_batched is None or not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
         return x
     if mesh is None:
         with jax.named_scope("redco_eqx.stream"):

@@ -3,14 +3,16 @@
 import functools
 from typing import TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 
 from redco_eqx._base.protocols import Mean
+from redco_eqx._base.tree import is_array
 from redco_eqx._parallel.linear import (
     Layer,
     SplitLayer,
@@ -18,7 +20,6 @@ from redco_eqx._parallel.linear import (
     batch_axes,
     check_sequence,
     split_layer,
-    take_apart,
     tensor_size,
     traced_mesh,
 )
@@ -72,9 +73,8 @@ def embed(
             return jnp.take(table, ids, axis=0)
         ids = _wide(ids)
         ids = jnp.where(ids < 0, ids + table.shape[0] * tensor_size(mesh), ids)
-        own, is_here, is_outside = _own_part_of(ids, table.shape[0], "tensor")
-        other = jnp.where(is_outside, jnp.nan, 0).astype(table.dtype)
-        found = jnp.where(is_here[..., None], jnp.take(table, own, axis=0), other[..., None])
+        own, is_read = _own_rows(ids, table.shape[0], "tensor")
+        found = jnp.where(is_read[..., None], jnp.take(table, own, axis=0), 0)
         if sequence_parallel:
             return jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
         return jax.lax.psum(found, "tensor")
@@ -152,27 +152,26 @@ def cross_entropy(
     counted = (labels != ignore_label).astype(jnp.float32)
     weights = counted if weights is None else counted * weights
     mesh = traced_mesh(head, hidden)
-    if mesh is None or mesh.size == 1:
-        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
     split = _split_head(head, tensor_size(mesh))
-    rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
+    is_laid_out = mesh is not None and mesh.size > 1 and hidden.ndim == 3
+    rows = batch_axes(mesh, hidden.shape[0]) if is_laid_out else None
     if rows is None or split is None:
         return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
-    axis = "tensor" if any(map(axes_of, split.specs)) else None
+    axis = "tensor" if any(map(axes_of, jax.tree.leaves(split.specs))) else None
     axes = (*rows, axis) if axis else rows
     sequence_parallel = sequence_parallel and axis is not None  # a whole head takes whole sequences
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
 
-    def body(hidden: Array, labels: Array, weights: Array, arrays: list[Array]) -> tuple[Array, Array]:
+    def body(hidden: Array, labels: Array, weights: Array, arrays: PyTree[Array]) -> tuple[Array, Array]:
         # Vary from here on, so that gradients add up over the chunks first, and then once over the devices.
-        arrays = [_vary(x, spec, axes) for x, spec in zip(arrays, split.specs)]
+        arrays = jax.tree.map(lambda x, spec: _vary(x, spec, axes), arrays, split.specs)
         if sequence_parallel:
             hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
         hidden = _vary(hidden, of_hidden, axes)
-        sums = _chunked(hidden, split.build(arrays), labels, weights, num_chunks, axis)
+        sums = _chunked(hidden, functools.partial(split.apply, arrays), labels, weights, num_chunks, axis)
         return jax.lax.psum(sums, rows)
 
     total, weight = jax.shard_map(
@@ -235,17 +234,9 @@ def _cross_entropy(
     logits = jnp.where((is_safe & is_finite)[..., None], logits, 0)
     greatest = jnp.where(is_finite, greatest, 0)
     sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
-    size, labels = logits.shape[-1], _wide(labels)
-    own, is_here, is_outside = _own_part_of(labels, size, axis)
-    if axis is None:
-        # Outside the vocabulary, the lookup fills in NaN, which shows the wrong label. A negative label is
-        # moved down once more; otherwise it would count from the end.
-        own = jnp.where(is_here, labels, jnp.where(counts, labels - size * (labels < 0), 0))
-    picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
-    if axis is None:
-        picked = jnp.where(is_here | counts, picked, 0)
-    else:
-        picked = jnp.where(is_here, picked, jnp.where(is_outside & counts, jnp.nan, 0))
+    own, is_read = _own_rows(_wide(labels), logits.shape[-1], axis, counts)
+    picked = jnp.where(is_read, jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0], 0)
+    if axis is not None:
         sums, picked = (checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked))
     each = jnp.log(sums) + greatest - picked
     return jnp.where(counts | jnp.isfinite(each), each, 0)
@@ -256,32 +247,34 @@ def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
     return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
-def _own_part_of(
-    ids: Int[Array, "*batch"], num_rows: int, axis: str | None
-) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Return, for each id, its row on this shard, whether it is on this shard, and whether it is on no shard.
+def _own_rows(
+    ids: Int[Array, "*batch"], num_rows: int, axis: str | None, counts: Bool[Array, "*batch"] | bool = True
+) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"]]:
+    """Return, for each id, the row to look up on this shard, and whether its value counts.
 
-    Each shard has `num_rows` rows of the vocabulary.
+    Each shard has `num_rows` rows of the vocabulary. An id that `counts` and is on no shard gets a row outside
+    the table, where the lookup fills in NaN. This shows the wrong id.
     """
     size = num_rows if axis is None else num_rows * jax.lax.axis_size(axis)
     own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
-    return jnp.where(is_here, own, 0), is_here, (ids < 0) | (ids >= size)
+    is_wrong = counts & ((ids < 0) | (ids >= size))
+    outside = ids - num_rows * (ids < 0)  # moved down once more, because a lookup counts it from the end
+    return jnp.where(is_here, own, jnp.where(is_wrong, outside, 0)), is_here | is_wrong
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """Cut a head over its outputs (the vocabulary). Return it whole for one shard, or if these do not divide
     evenly, and `None` for a layer that cannot be cut for another reason."""
-    leaves, build = take_apart(head)
-    sizes = [x.shape[0] for x in leaves if x.ndim > 1]
+    arrays, static = eqx.partition(head, is_array)
+    sizes = [x.shape[0] for x in jax.tree.leaves(arrays) if x.ndim > 1]
     is_whole = num_shards == 1 or (len(sizes) == 1 and sizes[0] % num_shards > 0)
     if callable(head) and not is_whole:
         return split_layer(head, "column", num_shards, 1)
     spec = PartitionSpec() if is_whole else PartitionSpec("tensor")
-    return SplitLayer(leaves, [spec] * len(leaves), build)
+    return SplitLayer(arrays, static, jax.tree.map(lambda _: spec, arrays))
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     """Mark an array that came in with `spec` as different on each device along all of `axes`."""
-    missing = tuple(axis for axis in axes if axis not in axes_of(spec))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return jax.lax.pcast(x, tuple(axis for axis in axes if axis not in axes_of(spec)), to="varying")
