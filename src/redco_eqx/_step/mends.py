@@ -91,10 +91,11 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
         return PartitionSpec(*(cut.get(dim) or None for dim in range(lhs.ndim)))
 
     def part(lhs: Array, rhs: Array) -> Array:
-        own = {**params, count: left["groups"]}
+        # A sharding from outside may name axes that a `shard_map` does not have.
+        own = {**params, count: left["groups"], "out_sharding": None}
         if contracts:
-            return psum(_convolve(own, lhs, rhs), examples) if examples else _convolve(own, lhs, rhs)
-        return _convolve(own, lhs, vary(rhs, examples) if examples else rhs)
+            return psum(jax.lax.conv_general_dilated_p.bind(lhs, rhs, **own), examples)
+        return jax.lax.conv_general_dilated_p.bind(lhs, vary(rhs, examples), **own)
 
     if contracts:
         of_rhs = {dims.rhs_spec[1]: examples, dims.rhs_spec[0]: groups}
@@ -108,12 +109,6 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
         in_specs=(spec({examples_dim: examples, groups_dim: groups}), spec(of_rhs)),
         out_specs=spec(of_out),
     )(lhs, rhs)
-
-
-def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
-    # A sharding from outside may name axes that a `shard_map` does not have.
-    params = {name: None if name == "out_sharding" else value for name, value in params.items()}
-    return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
 # Fourier transforms, cut by hand: with a split dim the CPU compiler's program fails.
@@ -186,12 +181,11 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
     """
     if mesh is None or mesh.size == 1:
         return program
-    jaxpr = program.closed.jaxpr
-    return program.replace(
-        rewrite(
-            jaxpr, lambda e: replace_convolution(e, mesh, kernels) or replace_fft(e, mesh) or replace_pad(e)
-        )
-    )
+
+    def replacement(e: JaxprEqn) -> Callable[..., Array] | None:
+        return replace_convolution(e, mesh, kernels) or replace_fft(e, mesh) or replace_pad(e)
+
+    return program.replace(rewrite(program.closed.jaxpr, replacement))
 
 
 # A constraint under `vmap`.
