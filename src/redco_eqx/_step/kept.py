@@ -167,11 +167,9 @@ def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
     full = key, content, options, jax.sharding.get_abstract_mesh()
     if full not in _entries:
-        value = make()
-        _entries[full] = value, [_held(x, full) for x in objects]
+        _entries[full] = make(), [_held(x, full) for x in objects]
         if len(_entries) > _MOST:
             _entries.popitem(last=False)
-        return value
     _entries.move_to_end(full)
     return _entries[full][0]
 
