@@ -20,7 +20,6 @@ from redco_eqx._base.tree import (
     join,
     lack_of_value,
     leaves_with_paths,
-    path_of,
     size_text,
 )
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
@@ -237,10 +236,7 @@ def check_is_state(x: object, what: str) -> None:
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
     """The first leaf that differs between two trees by shape or dtype: its path, and the leaf before and
     after."""
-    old, new = (
-        {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-        for tree in (before, after)
-    )
+    old, new = ({path: describe(x) for path, x in leaves_with_paths(tree)} for tree in (before, after))
     for path in {**old, **new}:
         was, became = old.get(path, "missing"), new.get(path, "missing")
         if was != became:
