@@ -45,7 +45,6 @@ KEPT = "redco_eqx.gathered"
 """The name of gathered weights that are kept from forward to backward."""
 
 _keep_gathered = only_real(jax.checkpoint_policies.save_only_these_names(KEPT))
-_keep_nothing = jax.checkpoint_policies.nothing_saveable
 
 
 def over_fsdp_alone(sharding: NamedSharding) -> NamedSharding:
@@ -116,7 +115,7 @@ def gather_where_used(
 
 def _and_kept(policy: Policy | None) -> Policy:
     """The policy of a checkpoint that also keeps gathered weights of the name `KEPT`."""
-    return jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy or _keep_nothing)
+    return jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy) if policy else _keep_gathered
 
 
 @dataclasses.dataclass(frozen=True)
