@@ -131,11 +131,11 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
             f"num_microbatches={number}: the leading dims of the batch's arrays differ: {listed}. All must be "
             "the number of examples, because each array is cut into microbatches."
         )
-    for path, x in leaves_with_paths(batch):
-        if number < 1 or x.shape[0] % (number * shards) != 0:
+    for path, size in sizes.items():
+        if number < 1 or size is None or size % (number * shards) != 0:
             raise ValueError(
-                f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "
-                f"divide into {number} microbatches on {shards} data shards."
+                f"num_microbatches={number}: the batch's {path} has {size or 'no'} rows, which do not divide "
+                f"into {number} microbatches on {shards} data shards."
             )
     parts = jax.tree.map(lambda x: rearrange(x, "(b k) ... -> k b ...", k=number), batch)
     return split_rows(parts, mesh, dim=1)
@@ -150,8 +150,7 @@ _PAIR = "To get the pair (model, eqx.nn.State), pass it to init_state: init_stat
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
     """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
 
-    def run(*inputs: Any) -> Any:
-        params, frozen, model_state, batch, key = inputs
+    def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
         model = state.build(params, model_state, frozen)
         try:
             return use(model, batch, key)
