@@ -47,10 +47,10 @@ _UNSUPPORTED = {
 
 def check_supported(opt_state: PyTree) -> None:
     """Raise `ValueError` for an optax optimizer, which it names, that needs more than a step passes to it."""
-    nodes = jax.tree.flatten(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED)[0]
-    name = next((name for x in nodes if (name := type(x).__name__) in _UNSUPPORTED), None)
-    if name is not None:
-        raise ValueError(f"the optimizer keeps a {name}: {_UNSUPPORTED[name]}")
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED):
+        name = type(node).__name__
+        if name in _UNSUPPORTED:
+            raise ValueError(f"the optimizer keeps a {name}: {_UNSUPPORTED[name]}")
 
 
 def init_optimizer(
@@ -76,7 +76,7 @@ def init_optimizer(
         )
         raise
     check_supported(shapes)
-    shardings = like_params(shapes, params, {path: layout[path] for path in params})
+    shardings = like_params(shapes, params, layout)
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
@@ -122,7 +122,7 @@ def update(
 
 
 def like_params(
-    opt_state: PyTree, params: dict[str, Any], shardings: dict[str, NamedSharding]
+    opt_state: PyTree, params: dict[str, Any], layout: dict[str, NamedSharding]
 ) -> PyTree[NamedSharding]:
     """Return the sharding of each array of an optimizer state, according to the parameter that it belongs to.
 
@@ -130,13 +130,13 @@ def like_params(
     (L-BFGS's memory). An array that lacks a single dim (Adafactor's factored moments) gets the sharding of the
     remaining dims, if that is unambiguous. All other arrays are replicated.
     """
-    whole = replicated(next(iter(shardings.values())).mesh)
+    whole = replicated(next(iter(layout.values())).mesh)
 
     def one(keypath: tuple[Any, ...], x: Any) -> NamedSharding:
-        owner = next((e.key for e in reversed(keypath) if getattr(e, "key", None) in shardings), None)
+        owner = next((e.key for e in reversed(keypath) if getattr(e, "key", None) in params), None)
         if owner is None:
             return whole
-        shape, sharding = params[owner].shape, shardings[owner]
+        shape, sharding = params[owner].shape, layout[owner]
         if x.shape == shape:
             return sharding
         if x.shape[1:] == shape:

@@ -148,17 +148,17 @@ def train_step(
         loss, metrics, new_model_state = unpack_loss(state, loss_fn(model, batch, key), 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
-    parts = None
+    first = batch
     if num_microbatches != 1:
-        parts = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
-    first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
+        batch = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
+        first = jax.tree.map(lambda x: x[0], batch)
     inputs = (params, frozen, state.model_state, first, key)
     options: Any = {"splits": isinstance(loss_fn, SplitActivations), "reshard": reshard_after_forward}
     gradient = program_of(on_arrays(state, loss_of), inputs, layout, differentiates=True, **options)
 
     def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
         """The loss of the whole batch, the metrics, the new model state, and the gradients."""
-        if parts is None:
+        if num_microbatches == 1:
             (_, (loss, metrics, model_state)), grads = gradient(params, frozen, state.model_state, batch, key)
             return loss, metrics, model_state, constrain(grads, layout)
 
@@ -172,7 +172,7 @@ def train_step(
             return (constrain(total, layout), model_state), (loss, metrics)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-        begin, each = (constrain(zeros, layout), state.model_state), (jnp.arange(num_microbatches), parts)
+        begin, each = (constrain(zeros, layout), state.model_state), (jnp.arange(num_microbatches), batch)
         (total, model_state), stacked = jax.lax.scan(accumulate, begin, each)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
         scale = jnp.where(loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight))
@@ -188,11 +188,10 @@ def train_step(
     updates, opt_state = update(optimizer, grads, state.opt_state, params, loss.value, value_and_grad)
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
-        of_params = {path: layout[path] for path in params}
-        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, of_params))
+        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, layout))
         # Place them as `init_state` does. With another split, the next step would be compiled again.
         whole = replicated(next(iter(layout.values())).mesh)
-        model_state = constrain(model_state, dict.fromkeys(model_state, whole))
+        model_state = jax.lax.with_sharding_constraint(model_state, whole)
     wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
     learning_rate = learning_rate_of(opt_state)
