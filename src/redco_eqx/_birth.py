@@ -73,16 +73,15 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         values[var] = value
         return var
 
-    def lift(atom: Operand) -> Var:
-        return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
-
     def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
         """Walk through a program with these names as inputs, and return its results."""
 
         def read(atom: Operand) -> Var:
             # Turn numbers into operands, as when Python runs the program. Layers that differ only in a number,
             # such as the index in keys[0], keys[1], ..., then still have equal programs.
-            return lift(atom) if isinstance(atom, Literal) else names.get(atom, atom)
+            if isinstance(atom, Literal):
+                return known(np.asarray(atom.val, dtype_of(atom)), atom.aval)
+            return names.get(atom, atom)
 
         for equation in jaxpr.eqns:
             inputs: list[Any] = [read(atom) for atom in equation.invars]
@@ -310,8 +309,6 @@ def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
 
 def _on_this_process(key: Key) -> Key:
     """A copy of `key` on the default device, wherever `key` lies."""
-    if not is_key(key):
-        return jnp.asarray(np.array(key))
     data = jnp.asarray(np.array(jax.random.key_data(key)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
