@@ -107,8 +107,8 @@ def gather_where_used(
     # If a weight needs no gather, it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     keep = compiler_of(mesh).keeps_whole if reshard is None else not reshard
-    walk = _Walk(keep=keep, keep_in_scans=reshard is False)
-    jaxpr, _ = walk.program(program.closed.jaxpr, weights)
+    walk = _Walk(keep_in_scans=reshard is False)
+    jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
     needs_none = walk.has_checkpoint or reshard is False
     return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
 
@@ -133,21 +133,20 @@ class _Taken:
 class _Walk:
     """A walk through a program.
 
-    - `keep`, `keep_in_scans`: true to keep what is gathered here, and in the bodies of scans, for the gradient.
+    - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the gradient.
     - `has_checkpoint`: true once the walk has met a `jax.checkpoint` that reads weights.
     """
 
-    keep: bool
     keep_in_scans: bool
     has_checkpoint: bool = False
 
     def program(
-        self, jaxpr: Jaxpr, weights: Shardings, *, whole_outputs: bool = False
+        self, jaxpr: Jaxpr, weights: Shardings, keep: bool, *, whole_outputs: bool = False
     ) -> tuple[Jaxpr, Shardings]:
         """Change a program whose inputs are these `weights` and other values.
 
-        Weights may also be results. Return the program, and the layout of these results. If nothing is
-        gathered, the program is the same object.
+        With `keep`, the gathered weights are kept for the gradient. Weights may also be results. Return the
+        program, and the layout of these results. If nothing is gathered, the program is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
         gathered: dict[tuple[Var, bool], Operand] = {}
@@ -164,15 +163,15 @@ class _Walk:
             if to == sharding:
                 return atom
             if (atom, halfway) not in gathered:
-                keep = self.keep and not halfway  # the operation gathers the rest itself, and keeps that
-                inner = _traced(lambda x: gather_for_use(x, sharding, to, keep=keep), type_of(atom))
+                is_kept = keep and not halfway  # the operation gathers the rest itself, and keeps that
+                inner = _traced(lambda x: gather_for_use(x, sharding, to, keep=is_kept), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom, halfway] = inner.outvars[0]
             return gathered[atom, halfway]
 
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
-            taken = self.take(equation, inputs) if any(inputs) else _Taken(equation)
+            taken = self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
             operands = [
                 atom if is_taken and not taken.halfway else whole(atom, halfway=is_taken)
                 for atom, is_taken in ((a, i in taken.operands) for i, a in enumerate(equation.invars))
@@ -185,23 +184,21 @@ class _Walk:
             jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
         return jaxpr, layout_of(outvars)
 
-    def take(self, equation: JaxprEqn, inputs: Shardings) -> _Taken:
+    def take(self, equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
         """Choose the operands that `equation` can take ungathered (by default, none)."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             self.has_checkpoint |= kind in CHECKPOINTS
-            inside = _in_one_step(equation, inputs) if kind == "scan" else inputs
-            walk = dataclasses.replace(self, keep=self.keep_in_scans) if kind == "scan" else self
-            jaxpr, outputs = walk.program(
-                body(equation.params["jaxpr"]), inside, whole_outputs=kind not in ("jit", "pjit")
-            )
-            self.has_checkpoint |= walk.has_checkpoint
-            taken = [i for i, sharding in enumerate(inside) if sharding is not None]
+            if kind == "scan":
+                inputs, keep = _in_one_step(equation, inputs), self.keep_in_scans
+            inner, is_jit = body(equation.params["jaxpr"]), kind in ("jit", "pjit")
+            jaxpr, outputs = self.program(inner, inputs, keep, whole_outputs=not is_jit)
+            taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
             return _Taken(_with_body(equation, jaxpr), taken, outputs)
         if kind == "shard_map":
-            return _take_in_shard_map(equation, inputs, self.keep)
+            return _take_in_shard_map(equation, inputs, keep)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
 
 
