@@ -198,10 +198,9 @@ def _chunked(
 
     if num_chunks == 1:
         return total_of(hidden, labels, weights), jnp.sum(weights)
-    split = "... (n t) d -> n ... t d"
     parts = (
-        rearrange(hidden, split, n=num_chunks),
-        *(rearrange(x[..., None], split, n=num_chunks)[..., 0] for x in (labels, weights)),
+        rearrange(hidden, "... (n t) d -> n ... t d", n=num_chunks),
+        *(rearrange(x, "... (n t) -> n ... t", n=num_chunks) for x in (labels, weights)),
     )
     policy = jax.checkpoint_policies.save_only_these_names("reduced")
     one = jax.checkpoint(total_of, policy=policy, prevent_cse=False)

@@ -198,12 +198,11 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     """Return the shardings of the model's arrays by path, or `None` if some trained array is not on a mesh."""
     layout = {}
     for path, x in {**state.params, **state.frozen}.items():
-        if not isinstance(x.sharding, NamedSharding):
-            if path in state.frozen:
-                continue
+        if isinstance(x.sharding, NamedSharding):
+            mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
+            layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))
+        elif path in state.params:
             return None
-        mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
-        layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))
     return layout
 
 
