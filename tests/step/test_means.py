@@ -240,5 +240,6 @@ def test_a_number_of_microbatches_that_does_not_divide_is_refused():
         (2, shardings, {}, "weight has 8 rows, which do not divide into 2 microbatches on 8"),
         (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
         (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
+        (2, None, dict.fromkeys(batch, np.float32(1)), "weight has no rows, which do not divide into 2"),
     )
     assert_refused(lambda n, layout, more: step({**batch, **more}, num_microbatches=n, shardings=layout), cases)
