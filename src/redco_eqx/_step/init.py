@@ -106,8 +106,7 @@ def init_state(
 
 def _check_no_index(model: Any) -> None:
     """Raise `ValueError` if layers of the model need an `eqx.nn.State` that was not passed."""
-    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[0]
-    for keypath, x in nodes:
+    for keypath, x in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex)):
         if isinstance(x, eqx.nn.StateIndex):
             raise ValueError(
                 f"init_state: {path_of(keypath)} keeps a value between steps (such as BatchNorm's statistics), "
