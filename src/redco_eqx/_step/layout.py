@@ -1,5 +1,6 @@
 """The layout of a step on the mesh, and its program: traced, with gathers and replaced operations."""
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Calla
     """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
 
     def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
-        model = state.build(params, model_state, frozen)
+        model = dataclasses.replace(state, frozen=frozen).build(params, model_state)
         try:
             return use(model, batch, key)
         except Exception as error:

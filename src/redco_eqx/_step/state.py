@@ -161,15 +161,10 @@ class TrainState(eqx.Module):
         """The model, or the pair `(model, eqx.nn.State)` if `init_state` took a pair."""
         return self.build(self.params, self.model_state)
 
-    def build(
-        self,
-        params: dict[str, AnyArray],
-        model_state: dict[str, AnyArray],
-        frozen: dict[str, AnyArray] | None = None,
-    ) -> Any:
+    def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
         """Build the model with these arrays instead of those in the state."""
         structure, state_structure = self.structure
-        model = structure.build({**params, **(self.frozen if frozen is None else frozen)})
+        model = structure.build({**params, **self.frozen})
         return model if state_structure is None else (model, state_structure.build(model_state))
 
 
