@@ -295,7 +295,7 @@ def _added(outputs: list[Array]) -> Array:
     return sum(outputs[1:], outputs[0])
 
 
-def check_sequence(name: str, x: Array, mesh: AbstractMesh) -> None:
+def check_sequence(name: str, x: Array, mesh: AbstractMesh | None) -> None:
     """Raise `ValueError` if `x` cannot be split over `tensor` along dim 1."""
     size = tensor_size(mesh)
     if x.ndim < 3 or x.shape[1] % size:

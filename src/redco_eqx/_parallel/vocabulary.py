@@ -56,14 +56,12 @@ def embed(
     `ValueError` if the length does not divide evenly under `sequence_parallel`.
     """
     mesh = traced_mesh(table, ids)
-    if mesh is None or mesh.size == 1:
-        return jnp.take(table, ids, axis=0)
     if sequence_parallel and tensor_size(mesh) > 1:
         check_sequence("embed", ids[..., None], mesh)
-    rows = batch_axes(mesh, ids.shape[0]) if ids.ndim == 2 else None
+    rows = batch_axes(mesh, ids.shape[0]) if mesh is not None and ids.ndim == 2 else None
     is_cut = tensor_size(mesh) > 1 and table.shape[0] % tensor_size(mesh) == 0
     sequence_parallel = sequence_parallel and is_cut
-    if not sequence_parallel and (rows is None or not (is_cut or axis_size(mesh, "fsdp") > 1)):
+    if mesh is None or not (sequence_parallel or (rows and (is_cut or axis_size(mesh, "fsdp") > 1))):
         return jnp.take(table, ids, axis=0)
     spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
 
@@ -156,8 +154,9 @@ def cross_entropy(
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
     split = _split_head(head, tensor_size(mesh))
-    is_laid_out = mesh is not None and mesh.size > 1 and hidden.ndim == 3
-    rows = batch_axes(mesh, hidden.shape[0]) if is_laid_out else None
+    rows = None
+    if mesh is not None and mesh.size > 1 and hidden.ndim == 3:
+        rows = batch_axes(mesh, hidden.shape[0])
     if rows is None or split is None:
         return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     axis = "tensor" if any(map(axes_of, jax.tree.leaves(split.specs))) else None
