@@ -257,7 +257,8 @@ def _own_rows(
     own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
     is_wrong = counts & ((ids < 0) | (ids >= size))
-    outside = ids - num_rows * (ids < 0)  # moved down once more, because a lookup counts it from the end
+    # A lookup cuts ids to 32 bits, and counts negative ones from the end.
+    outside = jnp.clip(ids, num_rows - 2**31, 2**31 - 1) - num_rows * (ids < 0)
     return jnp.where(is_here, own, jnp.where(is_wrong, outside, 0)), is_here | is_wrong
 
 
