@@ -11,8 +11,6 @@ from redco_eqx._data.data import Data, Stream
 J = TypeVar("J")
 B = TypeVar("B")
 
-_END = object()
-
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
@@ -39,18 +37,19 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
     if num_threads > 1:
         makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
 
-    def made(job: "Future[J | object]") -> B | object:
-        return _END if job.result() is _END else make(job.result())  # pyright: ignore[reportArgumentType]
+    def made(next_job: Future[J | None]) -> B | None:  # `None` at the end
+        job = next_job.result()
+        return None if job is None else make(job)
 
-    pending: deque[Future[B | object]] = deque()
+    pending: deque[Future[B | None]] = deque()
     try:
         while True:
             while len(pending) <= num_ahead:
-                pending.append(makers.submit(made, reader.submit(next, jobs, _END)))
+                pending.append(makers.submit(made, reader.submit(next, jobs, None)))
             batch = pending.popleft().result()
-            if batch is _END:
+            if batch is None:
                 return
-            yield batch  # pyright: ignore[reportReturnType]
+            yield batch
     finally:
         # Do not wait: each thread ends after its current batch, and garbage collection may run this in one of
         # them.
