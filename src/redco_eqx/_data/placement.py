@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from redco_eqx._base.protocols import Batch, Examples
 from redco_eqx._base.tree import describe, leaves_with_paths
@@ -86,10 +86,8 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
             f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
             "placed from it. Call batches only where the mesh has devices."
         )
-    needed = np.zeros(size, bool)
-    for index in indices.values():
-        needed[index] = True
-    return sharding, np.flatnonzero(needed)
+    rows = np.arange(size)
+    return sharding, np.unique([rows[index] for index in indices.values()])
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
@@ -100,16 +98,16 @@ def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows
     _check_batch(batch, len(here))
     sharding, _ = layout(mesh, size)
 
-    def piece(x: Any, index: Any) -> Any:
-        first, stop, _ = index[0].indices(size)
-        local = int(np.searchsorted(here, first))
-        return x[local : local + stop - first]
+    def on_mesh(x: Any) -> Array:
+        def piece(index: Any) -> Any:
+            first, stop, _ = index[0].indices(size)
+            local = int(np.searchsorted(here, first))
+            return x[local : local + stop - first]
 
-    # Unlike `device_put`, this compares nothing between processes, so a thread may call it.
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback((size, *x.shape[1:]), sharding, functools.partial(piece, x)),
-        batch,
-    )
+        # Unlike `device_put`, this compares nothing between processes, so a thread may call it.
+        return jax.make_array_from_callback((size, *x.shape[1:]), sharding, piece)
+
+    return jax.tree.map(on_mesh, batch)
 
 
 def _check_batch(batch: Batch, num_examples: int) -> None:
