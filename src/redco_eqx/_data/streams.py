@@ -4,7 +4,6 @@ import array
 import base64
 import contextlib
 import dataclasses
-import functools
 import importlib
 import itertools
 import json
@@ -145,12 +144,12 @@ class Reading(Iterator[Any]):
     def position(self) -> Position:
         """Return the position after the items that have been read. Must be called after each batch, because it
         takes a state of the source from time to time."""
-        here = self._begin._replace(num_items=self._num_items, checksum=self._checksum)
-        if here.num_items - self._marks[1].state_items >= self._span:
+        num_items = self._num_items
+        if num_items - self._marks[1].state_items >= self._span:
             text = None if self._state is None else state_to_text(self._state[0]())
-            mark = here._replace(state=text, state_items=here.num_items, state_checksum=self._checksum)
+            mark = self._begin._replace(state=text, state_items=num_items, state_checksum=self._checksum)
             self._marks = self._marks[1], mark
-        return self._marks[0]._replace(num_items=here.num_items, checksum=here.checksum)
+        return self._marks[0]._replace(num_items=num_items, checksum=self._checksum)
 
     def _reaches(self, position: Position, begin: Position) -> bool:
         """Open the stream at the state of `begin`, or at its beginning if `begin` has no state, and go to a
@@ -228,20 +227,18 @@ def read_batches(
         source = Reading(stream, place.epoch, at, **reading)
         while items := list(itertools.islice(source, num_read)):
             before, at = at, source.position()
-            if stream.batched:
-                rows = needed if stream.sharded else np.arange(batch_size)
-                place = place._replace(batch=place.batch + 1, positions=(at,))
-                yield Job(batch_size, rows, functools.partial(items.__getitem__, 0), place)
-                continue
             is_whole = len(items) == num_read
             for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
                 rows = layout(mesh, size)[1]
-                mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
+                if stream.batched:
+                    mine, rows = items[0], rows if stream.sharded else np.arange(size)
+                else:
+                    mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
                 items = items[size:]
                 # Inside the tail, which was read at once, the items before are counted, and not compared.
                 before = before._replace(num_items=before.num_items + size, checksum=None)
                 place = place._replace(batch=place.batch + 1, positions=(before if items else at,))
-                yield Job(size, rows, mine.copy, place)
+                yield Job(size, rows, lambda mine=mine: mine, place)
 
 
 def checksum(x: Any, begin: int = 0) -> int:
@@ -331,16 +328,14 @@ def _refills(source: Any) -> bool:
 
 
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:
+    source: Any = stream.examples
     if stream.is_function:
-        arguments = (epoch, position.shard, position.num_shards) if stream.sharded else (epoch,)
-        source = stream.examples(*arguments)  # pyright: ignore[reportCallIssue]
+        source = source(epoch, position.shard, position.num_shards) if stream.sharded else source(epoch)
         if not hasattr(source, "__iter__"):
             raise TypeError(
                 f"Stream: the function of the epoch returned a {type(source).__name__}, but must return an "
                 "iterable of examples."
             )
-        return source
-    set_epoch = getattr(stream.examples, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    return stream.examples  # pyright: ignore[reportReturnType]
+    elif hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
+    return source
