@@ -38,8 +38,7 @@ def from_all(value: T) -> list[T]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(text)] = text
+    padded = np.pad(text, (0, int(sizes.max()) - len(text)))
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
@@ -86,21 +85,18 @@ class Vote:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._greatest = jax.jit(_greatest, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        sharding = NamedSharding(mesh, PartitionSpec())
+        self._greatest = jax.jit(jnp.max, static_argnames="axis", out_shardings=sharding)
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...] | None:
         """Return the next answer, or `None` if there is none yet. The n-th answer belongs to the n-th call."""
         if jax.process_count() == 1:
             return numbers
-        self._behind.append(self._greatest(_placed(self._mesh, numbers)))
+        self._behind.append(self._greatest(_placed(self._mesh, numbers), axis=0))
         if len(self._behind) <= self.NUM_BEHIND:
             return None
         return tuple(np.asarray(self._behind.popleft()).tolist())
-
-
-def _greatest(rows: Int[Array, "devices n"]) -> Int[Array, " n"]:
-    return jnp.max(rows, axis=0)
 
 
 @functools.lru_cache(maxsize=4)  # the numbers are nearly always zeros
