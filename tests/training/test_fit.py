@@ -21,6 +21,7 @@ from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, generate, order
 
 import redco_eqx as rx
+from redco_eqx._data.batches import Batches
 from redco_eqx._training.evaluation import NUM_AHEAD
 from redco_eqx._training.run import Training
 
@@ -262,6 +263,25 @@ def test_the_place_goes_on_after_each_batch() -> None:
         for ended in (iterator, batches(epoch=1, start=5)):  # the latter as an earlier version said it
             assert next(ended, None) is None
             assert ended.place == {"epoch": 2, "start": 0}
+
+
+def test_the_place_stays_after_an_error_and_after_close() -> None:
+    """Also if you ask for more, which ends the iterator and not the epoch."""
+
+    def failing(rows: Any) -> Any:
+        if 8 in rows:
+            raise KeyError("bad row")
+        return np.asarray(rows)
+
+    def fail(iterator: Any) -> None:
+        raised(KeyError, next, iterator)
+
+    for collate, end in ((failing, fail), (np.asarray, Batches.close)):
+        iterator = rx.batches(range(16), collate, batch_size=4, mesh=rx.make_mesh(data=1))
+        assert [next(iterator).tolist()[0] for _ in range(2)] == [0, 4]
+        end(iterator)
+        assert next(iterator, None) is None
+        assert iterator.place == {"epoch": 0, "start": 2}
 
 
 def test_the_place_goes_on_inside_a_tail() -> None:

@@ -265,6 +265,9 @@ class Batches(Iterator[Batch]):
         except StopIteration:
             self._place = self._end
             raise
+        except BaseException:
+            self._end = self._place  # nothing follows, but the epoch has not ended
+            raise
         return batch
 
     @property
@@ -284,6 +287,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """End the threads of this iterator."""
+        self._end = self._place
         self._made.close()
 
 
