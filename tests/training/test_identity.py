@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import threading
 import time
@@ -26,9 +27,8 @@ from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk,
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._checkpoint import owner
-from redco_eqx._checkpoint.arrays import unlike_replicas
 from redco_eqx._checkpoint.owner import BEGUN, Owner
-from redco_eqx._training.identity import programs_of
+from redco_eqx._training.identity import compare_copies, programs_of
 
 CHILD = """
 import os, pathlib, sys, time
@@ -349,14 +349,18 @@ def test_copies_that_differ_are_found() -> None:
     over_all = jax.P(("data", "fsdp"), "tensor")
     specs = (jax.P(), jax.P("tensor"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor")), over_all)
     arrays = {str(spec): jax.device_put(whole, jax.NamedSharding(mesh, spec)) for spec in specs}
-    assert unlike_replicas(arrays, 1.5)() == ([], [[1.5, 0, 0]] * 8)
+    clocks = {"train/slowest_process": 0, "train/slowest_by_seconds": 0.0}
+    assert compare_copies(arrays, "", 1.5)() == clocks
     for name, x in arrays.items():
         pieces = [np.array(shard.data) for shard in x.addressable_shards]
         pieces[5].flat[-1] += 2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
         placed = [jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)]
         odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
-        expected = [] if name == str(over_all) else [name]  # of which each device has its own piece
-        assert unlike_replicas({**arrays, name: odd})()[0] == expected
+        wait = compare_copies({**arrays, name: odd}, "mine")
+        if name == str(over_all):  # of which each device has its own piece
+            assert wait() == clocks
+        else:
+            raised(ValueError, wait, match=rf"^{re.escape(name)} should be the same .*mine")
 
 
 def rewrite(directory: pathlib.Path, change: Any) -> None:

@@ -141,13 +141,7 @@ def _per_device(
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False))
 
 
-@functools.lru_cache(maxsize=16)
-def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays devices n"]]:
-    """Make a function that shares the numbers of each device and array with all devices, in one collective."""
-    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=replicated(mesh))
-
-
-def _begin(
+def over_pieces(
     of_piece: OfPiece, arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Begin to compute `of_piece` on each device. All processes must call it; it does not wait.
@@ -173,7 +167,7 @@ def _begin(
         specs[""] = PartitionSpec(tuple(mesh.axis_names))
         shape, by_device = (mesh.size, own.size), NamedSharding(mesh, specs[""])
         rows.append(jax.make_array_from_callback(shape, by_device, lambda _: own[None]))
-    table = _everywhere(mesh)(rows)
+    table = jax.jit(jnp.stack, out_shardings=replicated(mesh))(rows)  # in one collective
 
     def wait() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found = {}
@@ -188,7 +182,7 @@ def _begin(
 
 def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
     """Compute `of_piece` for each array, summed over its pieces. All processes must call it."""
-    pieces = [first.reshape(-1, first.shape[-1]) for _, first in _begin(of_piece, arrays)().values()]
+    pieces = [first.reshape(-1, first.shape[-1]) for _, first in over_pieces(of_piece, arrays)().values()]
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
@@ -199,21 +193,3 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
     rows = summed(digest, arrays).tolist()
     checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows)}
     return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows) if nonfinite]
-
-
-def unlike_replicas(
-    arrays: Mapping[str, AnyArray], seconds: float = 0.0
-) -> Callable[[], tuple[list[str], list[list[float]]]]:
-    """Begin to compare the copies of each array on all devices. All processes must call it; it does not wait.
-
-    Return a function that waits for the comparison. That function returns the names of the arrays whose copies
-    differ, and for each device the `seconds` that its process passed, the number of that process, and 0.
-    """
-    wait = _begin(digest, arrays, np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32))
-
-    def unlike() -> tuple[list[str], list[list[float]]]:
-        found = wait()
-        names = [name for name, (every, first) in found.items() if np.any(every != first)]
-        return names, found[""][0].view(np.float32).reshape(-1, 3).tolist()
-
-    return unlike

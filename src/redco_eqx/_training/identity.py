@@ -8,7 +8,7 @@ import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,7 @@ from jaxtyping import Array, Float
 from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
-from redco_eqx._checkpoint.arrays import (
-    Starts,
-    indices,
-    mix,
-    storable,
-    summed,
-    to_names,
-    unlike_replicas,
-)
+from redco_eqx._checkpoint.arrays import Starts, digest, indices, mix, over_pieces, storable, summed, to_names
 from redco_eqx._checkpoint.runs import Identity, Row
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
@@ -36,6 +28,8 @@ from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.state import TrainState, state_mesh
 
+_Checksums: TypeAlias = dict[str, dict[str, int]]
+_EXAMPLES, _BATCHES = "train_examples", "the batches of collate_fn"
 _NUM_SUMS = 4
 _NUM_DRAWN = 2**16  # elements of an array
 _TOLERANCE = 1e-3
@@ -63,23 +57,34 @@ def identify(
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
-    sample, rows, changing = {}, {}, []
-    if examples is not None:
-        collate = collate_fn if is_shared(mesh) else None
-        (sample, rows), (others, other_rows) = (_look(examples, collate) for _ in range(2))
-        if sample != others:
-            sample, changing = {}, ["train_examples"]
-        if rows != other_rows:
-            rows, changing = {}, [*changing, "the batches of collate_fn"]
+    seen = () if examples is None else examples
+    found, changing = _look_twice(seen, collate_fn if is_shared(mesh) else None)
+    sample, rows = found[_EXAMPLES], found[_BATCHES]
     if is_shared(mesh):
         layout = {name: (x.shape, str(x.dtype), str(x.sharding)) for name, x in to_names(state).items()}
         facts = {"the mesh": str(mesh.shape), **arguments, "what changes by itself": str(changing)}
-        facts |= _of_examples("train_examples", sample)
+        facts |= {f"the checksum of train_examples[{i}]": f"{x:08x}" for i, x in sample.items()}
         facts |= {f"the checksum of collate_fn's {path or 'batch'}": f"{x:08x}" for path, x in rows.items()}
         facts["the checksum of the state's shapes and layout"] = f"{zlib.crc32(repr(layout).encode()):08x}"
         agree(mesh, "fit", {**facts, "the key of the state": key})
         compare_states(state, "The processes began with different ones")
     return {"key": key, "parameters": parameter_sums(state).tolist(), "examples": sample, "changing": changing}
+
+
+def with_programs(
+    before: Identity, source: object, state: TrainState, batch: Batch, functions: dict[str, Any]
+) -> Identity:
+    """Add the digests of the functions (see `programs_of`) to an identity. Warn about those that differ from
+    the digests of the run so far, which continues from the checkpoint `source`."""
+    programs = programs_of(state, batch, **functions)
+    changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
+    if changed:
+        warnings.warn(
+            f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
+            f"different from the run so far, which continues from {source}.",
+            stacklevel=7,
+        )
+    return {**before, **programs}
 
 
 def programs_of(
@@ -117,16 +122,19 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
     Return a function that waits, and raises `ValueError` if copies of an array differ. It returns the process
     with the most `seconds`, and by how many these are more than the least, for the row of the log.
     """
-    unlike = unlike_replicas(arrays, seconds)
+    own = np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32)
+    of_pieces = over_pieces(digest, arrays, own)
 
     def wait() -> Row:
-        names, of_devices = unlike()
+        found = of_pieces()
+        names = [name for name, (every, first) in found.items() if np.any(every != first)]
         if names:
             raise ValueError(
                 f"{first_few(names)} should be the same on the devices of all processes, but differ. "
                 f"{reason}. Give each process the same key, weights, examples and functions, and change the "
                 "state alike."
             )
+        of_devices = found[""][0].view(np.float32).reshape(-1, 3).tolist()
         (most, process, _), (least, *_) = max(of_devices), min(of_devices)
         return {"train/slowest_process": process, "train/slowest_by_seconds": most - least}
 
@@ -187,16 +195,19 @@ def compare_examples(where: str, mesh: Mesh, examples: Examples) -> None:
 
     Raises as [`agree`][] does.
     """
-    (sample, _), (others, _) = (_look(examples, None) for _ in range(2))
-    facts = _of_examples("examples", sample if sample == others else {})
+    found, _ = _look_twice(examples, None)
+    facts = {f"the checksum of examples[{i}]": f"{x:08x}" for i, x in found[_EXAMPLES].items()}
     agree(mesh, where, {"len(examples)": str(len(examples)), **facts})
 
 
-def _of_examples(name: str, sample: dict[str, int]) -> Facts:
-    return {f"the checksum of {name}[{i}]": f"{x:08x}" for i, x in sample.items()}
+def _look_twice(examples: Examples, collate_fn: CollateFn | None) -> tuple[_Checksums, list[str]]:
+    """Return the result of `_look` without those parts that differ at a second look, and name these."""
+    first, second = (_look(examples, collate_fn) for _ in range(2))
+    changing = [name for name in first if first[name] != second[name]]
+    return {**first, **dict.fromkeys(changing, {})}, changing
 
 
-def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int]]:
+def _look(examples: Examples, collate_fn: CollateFn | None) -> _Checksums:
     """Compute checksums of some examples by index (the first ones and others), and of each leaf of the batch
     that `collate_fn` makes from some of them.
 
@@ -211,7 +222,7 @@ def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, i
         if collate_fn is not None and sample:
             batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
             rows = {path: checksum(x) for path, x in leaves_with_paths(batch)}
-    return sample, rows
+    return {_EXAMPLES: sample, _BATCHES: rows}
 
 
 def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Array, "n"]:

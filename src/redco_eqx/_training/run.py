@@ -233,8 +233,12 @@ class Training:
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         if self._program is None:
             self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-            if self.saver is not None:
-                self.run = self.saver.identified(self.run, self.state, batch, **functions)
+            if self.run.identity is not None:
+                from redco_eqx._training.identity import with_programs
+
+                source, programs = self.saver and self.saver.path, (self.state, batch, functions)
+                identity = with_programs(self.run.identity, source, *programs)
+                self.run = dataclasses.replace(self.run, identity=identity)
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
             warnings.warn(
@@ -246,12 +250,9 @@ class Training:
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
         program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
-        if is_shared(self._mesh):
-            from redco_eqx._training.identity import programs_of
-
-            digests = programs_of(self.state, batch, **functions)
-            facts = {f"the checksum of what {name} computes": x for name, x in digests.items()}
-            agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
+        digests = self.run.identity or {}
+        facts = {f"the checksum of what {name} computes": digests.get(name, "") for name in functions}
+        agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
 

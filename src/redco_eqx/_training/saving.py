@@ -3,12 +3,10 @@
 import dataclasses
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import jax
 
-from redco_eqx._base.protocols import Batch
 from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
@@ -18,7 +16,7 @@ from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.course import Plan, TrainingInterrupted
-from redco_eqx._training.identity import compare_states, programs_of, what_differs
+from redco_eqx._training.identity import compare_states, what_differs
 
 
 class Saver:
@@ -33,7 +31,6 @@ class Saver:
         self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         self.directory = local(self.config.directory)
         self._saved: tuple[int, int, bool] | None = None
-        self._source: CheckpointInfo | None = None
         self.path: pathlib.Path | None = None
         self.began_before = False
 
@@ -85,8 +82,10 @@ class Saver:
 
         (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
         from_first(lambda: [str(path.rename(path.with_name(path.name + ".damaged"))) for path in damaged])
-        self._source, self.path, self._saved = info, info.path, _saved(before)
-        began = {name: x for name, x in (before.identity or {}).items() if name in ("key", "parameters")}
+        self.path, self._saved = info.path, _saved(before)
+        # Other versions may trace the same functions differently.
+        names = ("key", "parameters", *(("loss_fn", "optimizer") if info.versions == versions() else ()))
+        began = {name: x for name, x in (before.identity or {}).items() if name in names}
         changes: dict[str, Any] = {
             # If the batch size has changed, the same fraction of the epoch still counts as done.
             "batch": -(-before.batch * before.batch_size // run.batch_size),
@@ -94,20 +93,6 @@ class Saver:
             **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
         }
         return restored, dataclasses.replace(before, **changes)
-
-    def identified(self, run: RunRecord, state: TrainState, batch: Batch, **functions: Any) -> RunRecord:
-        """Add the digests of the functions (see `programs_of`) to the identity of the run. Warns about
-        functions whose digest has changed."""
-        info, programs = self._source, programs_of(state, batch, **functions)
-        before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
-        changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
-        if info is not None and changed and info.versions == versions():  # other versions may trace differently
-            warnings.warn(
-                f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
-                f"different from the run so far, which continues from {info.path}.",
-                stacklevel=7,
-            )
-        return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
     def is_best(self, run: RunRecord) -> bool:
         """Return true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
