@@ -202,6 +202,16 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
     assert tiny.read_log(log) == own * 4
 
 
+def test_one_missing_row_is_named_even_if_metrics_are_not_logged_yet(tmp_path: pathlib.Path) -> None:
+    run = functools.partial(counted, None, tmp_path, log_every=2)
+    raised(LookupError, run, collate_fn=Collate(6, tiny.fail))  # saved after 5 steps, in the middle of a row
+    rows = tmp_path / "history.jsonl"
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2, 4]
+    rows.write_bytes(rows.read_bytes().splitlines(keepends=True)[0])
+    with pytest.warns(UserWarning, match=r"1 of 2 rows left in .*history\.jsonl"):
+        run()
+
+
 def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> None:
     """Its rows begin anew, and those of the first stay, though they have the same file and directory."""
 

@@ -42,7 +42,7 @@ class RunRecord:
     - `positions`: the position of each shard of a stream, as the fields of a `Position`.
     - `identity`: further facts that distinguish the run from other runs: see `Identity`.
     - `id`: the id that marks the rows of the run in a log.
-    - `num_rows`: the number of these rows.
+    - `num_rows`: the number of these rows until `logged_until`.
     """
 
     begin: int
@@ -79,6 +79,12 @@ class RunRecord:
     def step(self) -> int:
         """The step of the state."""
         return self.begin + self.num_steps
+
+    @property
+    def logged_until(self) -> int:
+        """The last step whose row does not come again when the run continues. Metrics that are not logged yet
+        can belong to the row of this very step."""
+        return self.step if self.window is None else self.step - 1
 
     @property
     def is_evaluated(self) -> bool:

@@ -265,13 +265,11 @@ class Reporter:
             if hasattr(logger, "set_run"):
                 logger.set_run(run.id)
         if is_again:
-            # If the checkpoint has metrics that no row has yet, the row of this step comes again, too.
-            step = run.step if run.window is None else run.step - 1
             for logger in self._loggers:
                 if hasattr(logger, "rewind"):
-                    logger.rewind(step)
-            self.rows = rows = from_first(lambda: file.rewind(step) if file else [])
-            if file is not None and len(rows) + (run.window is not None) < run.num_rows:
+                    logger.rewind(run.logged_until)
+            self.rows = rows = from_first(lambda: file.rewind(run.logged_until) if file else [])
+            if len(rows) < run.num_rows:
                 warnings.warn(f"{len(rows)} of {run.num_rows} rows left in {directory}/{FILE}", stacklevel=3)
 
     def say(self, message: str) -> None:

@@ -359,11 +359,11 @@ class Training:
         """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
         `_catch_up` and `Saver.save`."""
         self._catch_up()
-        has_metrics = self._num_in_window > 0 and self._window is not None
-        window = window_to_json(jax.device_get(self._window)) if has_metrics else None
+        window = window_to_json(jax.device_get(self._window)) if self._num_in_window else None
+        run = dataclasses.replace(self.run, finished=finished, window=window)
+        num_rows = sum(row["step"] <= run.logged_until for row in self.reporter.rows)
         with self.reporter.paused():
-            more: Any = {"finished": finished, "window": window, "num_rows": len(self.reporter.rows)}
-            saver.save(self.state, dataclasses.replace(self.run, **more))
+            saver.save(self.state, dataclasses.replace(run, num_rows=num_rows))
 
     def __enter__(self) -> "Training":
         return self
