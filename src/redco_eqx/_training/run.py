@@ -150,13 +150,11 @@ class Training:
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._program: TrainProgram | None = None  # not before the first step
         self._ahead: deque[_Step] = deque()
-        self._window: Window | None = None
-        self._num_in_window = 0
+        self._window: Window | None = None  # while it is empty
         self._waited = 0.0  # seconds spent on batches since the last row
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
-            self._num_in_window = self.run.window["num_steps"]
             self.run = dataclasses.replace(self.run, window=None)
 
     @property
@@ -208,13 +206,14 @@ class Training:
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
             self._program, self.reporter.peak_seconds = program, program.peak_seconds
-            if self._window is None or first_change(self._window, program.window):
+            if self._window is not None and first_change(self._window, program.window):
                 self._log(place, None)  # the next metrics are others, so those until now get a row
-                self._begin_window()
-        self.state, window = program.compiled(self.state, self._window, batch)
-        self._window, self._num_in_window = window, self._num_in_window + 1
+        window = self._window or program.window
+        if self._window is None and self._ahead:  # a step before it may not have been finite
+            window = dataclasses.replace(window, ok=self._ahead[-1].window.ok)
+        self.state, self._window = program.compiled(self.state, window, batch)
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        self._ahead.append(_Step(self.run.step, batch, window))
+        self._ahead.append(_Step(self.run.step, batch, self._window))
         # Under JAX's debugging options, wait for each step, so that the error can name the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
@@ -224,8 +223,7 @@ class Training:
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
-            jax.block_until_ready(self._window)
-            self.reporter.start_clock(self._num_in_window)
+            self.reporter.start_clock(int(self._window.num_steps))
         self.reporter.bar.update()
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
@@ -297,7 +295,7 @@ class Training:
     def _log(self, place: Place, hook: Hook | None) -> None:
         """End the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
         the call waits for that step."""
-        if self._num_in_window == 0 or self._window is None:
+        if self._window is None:
             return
         if not self._ahead:
             self._ahead.append(_Step(self.run.step, None, self._window))
@@ -312,14 +310,7 @@ class Training:
         if hook is not None:  # if it raises, the window is saved, so that a resumed run calls it for this row
             self._catch_up()
             self.run = self._call(hook, self.reporter.metrics, self.run)
-        self._begin_window()
-
-    def _begin_window(self) -> None:
-        """Begin an empty window of the current program. If a step was not finite, it still counts."""
-        window = self._program and self._program.window
-        if window is not None and self._window is not None:
-            window = dataclasses.replace(window, ok=self._window.ok)
-        self._window, self._num_in_window = window, 0
+        self._window = None
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
         """Evaluate the state, which must be finite. Log the results, and add them to the record of the run.
@@ -359,7 +350,7 @@ class Training:
         """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
         `_catch_up` and `Saver.save`."""
         self._catch_up()
-        window = window_to_json(jax.device_get(self._window)) if self._num_in_window else None
+        window = None if self._window is None else window_to_json(jax.device_get(self._window))
         run = dataclasses.replace(self.run, finished=finished, window=window)
         num_rows = sum(row["step"] <= run.logged_until for row in self.reporter.rows)
         with self.reporter.paused():
