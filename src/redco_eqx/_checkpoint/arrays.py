@@ -94,14 +94,13 @@ def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UI
     - `starts`: the indices at which the piece begins in the whole array.
     - `shape`: the shape of the whole array.
     """
-    index = jnp.ones(dims, jnp.uint32)
-    stride = 1
+    inside = dims[len(shape) :]
+    starts, shape = (*starts, *[0] * len(inside)), (*shape, *inside)
+    index, stride = jnp.ones(dims, jnp.uint32), 1
     for dim in reversed(range(len(dims))):
-        inside = dim < len(shape)
-        start = jnp.asarray(starts[dim], jnp.uint32) if inside else jnp.uint32(0)
-        position = jax.lax.broadcasted_iota(jnp.uint32, dims, dim) + start
+        position = jax.lax.broadcasted_iota(jnp.uint32, dims, dim) + jnp.asarray(starts[dim], jnp.uint32)
         index = index + position * jnp.uint32(stride % 2**32)
-        stride *= shape[dim] if inside else dims[dim]
+        stride *= shape[dim]
     return index
 
 
@@ -153,16 +152,13 @@ def over_pieces(
     """
     if not arrays:
         return dict
-    shardings = [getattr(x, "sharding", None) for x in arrays.values()]
-    meshes: list[Any] = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    mesh = meshes[0] if meshes else one_device_mesh(jax.local_devices()[0])
+    meshes: Any = {name: getattr(getattr(x, "sharding", None), "mesh", None) for name, x in arrays.items()}
+    mesh = next(filter(None, meshes.values()), None) or one_device_mesh(jax.local_devices()[0])
     specs, rows = {}, []
-    for (name, x), sharding in zip(arrays.items(), shardings):
-        if getattr(sharding, "mesh", None) != mesh:
-            x = put_global(x, replicated(mesh))
-        sharding: Any = x.sharding
-        specs[name] = sharding.spec
-        rows.append(_per_device(of_piece, mesh, sharding.spec, x.shape)(x))
+    for name, x in arrays.items():
+        x: Any = x if meshes[name] == mesh else put_global(x, replicated(mesh))
+        specs[name] = x.sharding.spec
+        rows.append(_per_device(of_piece, mesh, x.sharding.spec, x.shape)(x))
     if own is not None:
         specs[""] = PartitionSpec(tuple(mesh.axis_names))
         shape, by_device = (mesh.size, own.size), NamedSharding(mesh, specs[""])
