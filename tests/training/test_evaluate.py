@@ -365,7 +365,7 @@ def test_what_cannot_be_a_change() -> None:
         (changing(params=without), ValueError, r"params.weight was float32\[2,2\] and became missing"),
         (changing(step=lambda state: state.step + 1), ValueError, r"another step, but a run must keep it"),
         (changing(key=jax.random.key(5)), ValueError, r"another key, but a run must keep it"),
-        (changing(stored=("bias",)), ValueError, r"is of another model"),
+        (changing(stored=("bias",)), ValueError, r"another model, but a run must keep it"),
     ]
     for hook, exception, message in cases:
         raised(exception, by_fives, hook=hook, match=message)

@@ -47,18 +47,16 @@ class Plan:
     def __post_init__(self) -> None:
         if (self.num_epochs is None) == (self.num_steps is None):
             raise ValueError(
-                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but exactly one of them must "
-                "be given."
+                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but pass exactly one of them."
             )
         check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
 
     def check_length(self, run: RunRecord, path: pathlib.Path) -> None:
         """Raise `ValueError` if the run of the checkpoint at `path` is already longer than this plan."""
-        done, wanted = run.num_steps, self.num_steps
+        name, done, wanted = "num_steps", run.num_steps, self.num_steps
         if self.num_epochs is not None:
-            done, wanted = run.epoch + (run.batch > 0), self.num_epochs
+            name, done, wanted = "num_epochs", run.epoch + (run.batch > 0), self.num_epochs
         if wanted is not None and done > wanted:
-            name = "num_steps" if self.num_epochs is None else "num_epochs"
             raise ValueError(
                 f"fit: {name}={wanted}, but the run in {path.parent} already has {done} (its newest checkpoint "
                 f"is {path.name}). Pass {name}={done} or more. To read an earlier state, use restore(step=). "
@@ -179,17 +177,13 @@ def _changed(old: TrainState, new: TrainState) -> TrainState:
     if change is not None:
         path, was, became = change
         raise ValueError(f"hook: it changes the state: {path} was {was} and became {became}.")
-    if jax.tree.structure(old) != jax.tree.structure(new):
+    others = [name for name in ("key", "step") if not bool(jnp.all(getattr(old, name) == getattr(new, name)))]
+    others += ["model"] if jax.tree.structure(old) != jax.tree.structure(new) else []
+    if others:
         raise ValueError(
-            "hook: the returned state is of another model. Use dataclasses.replace(state, params=...)."
+            f"hook: the returned state has another {others[0]}, but a run must keep it. Use "
+            "dataclasses.replace(state, params=...)."
         )
-    for name in ("key", "step"):
-        a, b = getattr(old, name), getattr(new, name)
-        if a is not b and not bool(jnp.all(a == b)):
-            raise ValueError(
-                f"hook: the returned state has another {name}, but a run must keep it. Use "
-                "dataclasses.replace(state, params=...)."
-            )
 
     def one(before: Any, after: jax.Array) -> jax.Array:
         # The next step reuses the memory, so an array that is used twice, or elsewhere, must be copied.
