@@ -166,8 +166,7 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
     own, targets, empty = to_names(like), {}, {}
     for name, stored in names.items():
         x = own[name]
-        data = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        data = jax.eval_shape(jax.random.key_data, data) if is_key(x) else data
+        data = jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
         sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
         (targets if target.size > 0 else empty)[stored] = target

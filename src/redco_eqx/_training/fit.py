@@ -252,7 +252,6 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
     check_positive("num_train_steps", num_examples=num_examples, batch_size=batch_size, num_epochs=num_epochs)
     if num_examples < batch_size:
         raise ValueError(
-            f"num_train_steps: {num_examples} examples do not fill a batch of {batch_size}. Use a smaller "
-            "batch_size."
+            f"num_train_steps: {num_examples} examples do not fill a batch of {batch_size}. Reduce batch_size."
         )
     return num_examples // batch_size * num_epochs

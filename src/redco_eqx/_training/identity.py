@@ -131,8 +131,7 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
         if names:
             raise ValueError(
                 f"{first_few(names)} should be the same on the devices of all processes, but differ. "
-                f"{reason}. Give each process the same key, weights, examples and functions, and change the "
-                "state alike."
+                f"{reason}. Give each process the same key, weights, examples, functions and changed states."
             )
         of_devices = found[""][0].view(np.float32).reshape(-1, 3).tolist()
         (most, process, _), (least, *_) = max(of_devices), min(of_devices)
@@ -204,7 +203,7 @@ def _look_twice(examples: Examples, collate_fn: CollateFn | None) -> tuple[_Chec
     """Return the result of `_look` without those parts that differ at a second look, and name these."""
     first, second = (_look(examples, collate_fn) for _ in range(2))
     changing = [name for name in first if first[name] != second[name]]
-    return {**first, **dict.fromkeys(changing, {})}, changing
+    return {**first, **{name: {} for name in changing}}, changing
 
 
 def _look(examples: Examples, collate_fn: CollateFn | None) -> _Checksums:
