@@ -51,7 +51,7 @@ class Owner:
         threading.Thread(target=self._beat, name="redco_eqx.owner", daemon=True).start()
 
     def begin(
-        self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
+        self, begin: int, identity: Identity, differs: Callable[[Identity, Identity], object]
     ) -> tuple[str, bool]:
         """Return the id of the run that begins here, and true if it began before, and was killed before its
         first save.

@@ -40,7 +40,8 @@ class RunRecord:
     - `order`: the name of the method that makes the order of an epoch from its key (see `Epochs`); `None` if
         the examples keep their order.
     - `positions`: the position of each shard of a stream, as the fields of a `Position`.
-    - `identity`: further facts that distinguish the run from other runs: see `Identity`.
+    - `identity`: further facts that distinguish the run from other runs: see `Identity`. Empty for a run of one
+        process without checkpoints.
     - `id`: the id that marks the rows of the run in a log.
     - `num_rows`: the number of these rows until `logged_until`.
     """
@@ -57,7 +58,7 @@ class RunRecord:
     stopped: bool = False
     order: str | None = None
     positions: tuple[tuple[Any, ...], ...] | None = None
-    identity: Identity | None = None
+    identity: Identity = dataclasses.field(default_factory=dict)
     id: str | None = None
     num_rows: int = 0
 

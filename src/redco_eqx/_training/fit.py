@@ -217,7 +217,7 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, coll
     """Make the record of the run that begins with `state`. Compute its identity only if there are `facts`
     (see `identify`)."""
     check_complete("fit", state_mesh(state))
-    identity = None
+    identity = {}
     if facts is not None:
         from redco_eqx._training.identity import identify
 
@@ -231,7 +231,7 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object
     """Report the examples of a run, what is not compared about them, and the checkpoint from which the run
     continues."""
     reporter.say(f"fit: {epochs}")
-    if run.identity is not None and run.identity.get("changing"):
+    if run.identity.get("changing"):
         changing = " and ".join(run.identity["changing"])
         reporter.say(f"fit: {changing} change from one reading to the next, so they are not compared")
     if source is not None:

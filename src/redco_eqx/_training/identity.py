@@ -140,12 +140,12 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
     return wait
 
 
-def what_differs(before: Identity | None, now: Identity) -> list[str]:
-    """Name the differences between a run and an earlier one.
+def what_differs(before: Identity, now: Identity) -> list[str]:
+    """Name the differences between a run and an earlier one, if that has an identity.
 
     Compare parameters with a tolerance of 1e-3, because a different mesh or compiler may change the last bits.
     """
-    if before is None:
+    if not before:
         return []
     found = ["another key"] if before["key"] != now["key"] else []
     ours, theirs = (np.asarray(identity["parameters"]) for identity in (now, before))

@@ -231,7 +231,7 @@ class Training:
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         if self._program is None:
             self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-            if self.run.identity is not None:
+            if self.run.identity:
                 from redco_eqx._training.identity import with_programs
 
                 source, programs = self.saver and self.saver.path, (self.state, batch, functions)
@@ -248,8 +248,8 @@ class Training:
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
         program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
-        digests = self.run.identity or {}
-        facts = {f"the checksum of what {name} computes": digests.get(name, "") for name in functions}
+        digests = {name: self.run.identity.get(name, "") for name in functions}
+        facts = {f"the checksum of what {name} computes": x for name, x in digests.items()}
         agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
@@ -265,14 +265,11 @@ class Training:
                 step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
-            if not jax.device_get(step.window.ok):
+            if not all(jax.device_get((step.window.ok, step.finite))):
                 raise self._nonfinite(step.batch)
             self._ahead.popleft()
             if step.epochs_done is not None:
-                done_at = step.done_at or time.perf_counter()
-                window, finite = jax.device_get((step.window, step.finite))
-                if not finite:
-                    raise self._nonfinite(step.batch)
+                done_at, window = step.done_at or time.perf_counter(), jax.device_get(step.window)
                 clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 

@@ -62,9 +62,7 @@ class Saver:
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
             owner: Any = self._writer.owner  # used on process 0 only, where it is not `None`
-            run_id, self.began_before = from_first(
-                lambda: owner.begin(run.begin, run.identity or {}, what_differs)
-            )
+            run_id, self.began_before = from_first(lambda: owner.begin(run.begin, run.identity, what_differs))
             return state, dataclasses.replace(run, id=run_id)
         self.began_before = True
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -85,14 +83,11 @@ class Saver:
         self.path, self._saved = info.path, _saved(before)
         # Other versions may trace the same functions differently.
         names = ("key", "parameters", *(("loss_fn", "optimizer") if info.versions == versions() else ()))
-        began = {name: x for name, x in (before.identity or {}).items() if name in names}
-        changes: dict[str, Any] = {
-            # If the batch size has changed, the same fraction of the epoch still counts as done.
-            "batch": -(-before.batch * before.batch_size // run.batch_size),
-            "identity": {**(run.identity or {}), **began},
-            **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
-        }
-        return restored, dataclasses.replace(before, **changes)
+        began = {name: x for name, x in before.identity.items() if name in names}
+        changed = {name: getattr(run, name) for name in ("batch_size", "num_examples", "order")}
+        # If the batch size has changed, the same fraction of the epoch still counts as done.
+        batch = -(-before.batch * before.batch_size // run.batch_size)
+        return restored, dataclasses.replace(before, **changed, batch=batch, identity={**run.identity, **began})
 
     def is_best(self, run: RunRecord) -> bool:
         """Return true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
@@ -213,7 +208,7 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
                 f"fit: {what} is {now}, but was {was} when {path} was saved, so the run would not continue "
                 "with the same examples. To continue anyway, pass Checkpoints(..., allow_changes=True)."
             )
-    others = what_differs(before.identity, run.identity or {})
+    others = what_differs(before.identity, run.identity)
     if before.begin != run.begin:  # a state from the middle of the run, see `_check_state`
         others = [what for what in others if "example" in what]
     if others:
