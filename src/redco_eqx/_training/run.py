@@ -248,8 +248,7 @@ class Training:
         key = "train_step", self.num_microbatches, signature(self.state), shapes
         make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
         program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
-        digests = {name: self.run.identity.get(name, "") for name in functions}
-        facts = {f"the checksum of what {name} computes": x for name, x in digests.items()}
+        facts = {f"the checksum of what {name} computes": self.run.identity.get(name, "") for name in functions}
         agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
         return program
