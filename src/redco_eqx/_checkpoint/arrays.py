@@ -60,10 +60,6 @@ def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
 Starts: TypeAlias = tuple[int | UInt32[Array, ""], ...]
 """For each dim, the index in the array at which a piece begins."""
 
-OfPiece: TypeAlias = Callable[[Array, Starts, tuple[int, ...]], Shaped[Array, " n"]]
-"""A function from a piece, its starts and the shape of the whole array to numbers that are summed over all
-pieces."""
-
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Turn each word into a random-looking one."""
@@ -120,7 +116,7 @@ def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3
 
 @functools.lru_cache(maxsize=4096)
 def _per_device(
-    of_piece: OfPiece, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
+    of_piece: Callable[..., Array], mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> Callable[[AnyArray], Shaped[Array, "devices n"]]:
     """Make a function that computes the numbers of the piece on each device.
 
@@ -141,10 +137,11 @@ def _per_device(
 
 
 def over_pieces(
-    of_piece: OfPiece, arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
+    of_piece: Callable[..., Array], arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Begin to compute `of_piece` on each device. All processes must call it; it does not wait.
 
+    `of_piece` takes a piece, its starts and the shape of the whole array, and returns a vector of numbers.
     Return a function that waits. For each array, that function returns the numbers of all devices, and those
     of the first device of each piece, by the axes of the mesh. The mesh is that of the first array that has
     one; an array on another mesh is put there, whole. Each process also passes its numbers `own`, which has the
@@ -176,7 +173,7 @@ def over_pieces(
     return wait
 
 
-def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
+def summed(of_piece: Callable[..., Array], arrays: Mapping[str, AnyArray]) -> np.ndarray:
     """Compute `of_piece` for each array, summed over its pieces. All processes must call it."""
     pieces = [first.reshape(-1, first.shape[-1]) for _, first in over_pieces(of_piece, arrays)().values()]
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])

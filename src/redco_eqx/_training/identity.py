@@ -5,6 +5,7 @@ before the first step, stored with every checkpoint, and compared again when a r
 """
 
 import contextlib
+import dataclasses
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._checkpoint.arrays import Starts, digest, indices, mix, over_pieces, storable, summed, to_names
-from redco_eqx._checkpoint.runs import Identity, Row
+from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.layout import on_arrays
@@ -72,19 +73,19 @@ def identify(
 
 
 def with_programs(
-    before: Identity, source: object, state: TrainState, batch: Batch, functions: dict[str, Any]
-) -> Identity:
-    """Add the digests of the functions (see `programs_of`) to an identity. Warn about those that differ from
-    the digests of the run so far, which continues from the checkpoint `source`."""
+    run: RunRecord, source: object, state: TrainState, batch: Batch, functions: dict[str, Any]
+) -> RunRecord:
+    """Add the digests of the functions (see `programs_of`) to the identity of a run. Warn about those that
+    differ from the digests of the run so far, which continues from the checkpoint `source`."""
     programs = programs_of(state, batch, **functions)
-    changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
+    changed = [name for name, x in programs.items() if x and run.identity.get(name, x) not in ("", x)]
     if changed:
         warnings.warn(
             f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
             f"different from the run so far, which continues from {source}.",
             stacklevel=7,
         )
-    return {**before, **programs}
+    return dataclasses.replace(run, identity={**run.identity, **programs})
 
 
 def programs_of(

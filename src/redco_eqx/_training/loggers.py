@@ -182,11 +182,6 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
     return tqdm(desc="train", total=total, initial=initial, disable=hide, **where)
 
 
-FILE = "history.jsonl"
-"""The name of a file in each directory of checkpoints. It has the rows of the runs there, each marked with the
-id of its run."""
-
-
 @dataclasses.dataclass(frozen=True)
 class History:
     """The numbers of a run of [`fit`][] since its first step, even if the run took several calls.
@@ -260,7 +255,9 @@ class Reporter:
         self._num_untimed = 0
         self.metrics: dict[str, float] = {}
         self.rows: list[Row] = []
-        self._file = file = None if directory is None else JSONLLogger(directory / FILE)
+        # The file has the rows of all runs in the directory, each marked with the id of its run.
+        path = directory and directory / "history.jsonl"
+        self._file = file = path and JSONLLogger(path)
         for logger in [*self._loggers, file]:
             if hasattr(logger, "set_run"):
                 logger.set_run(run.id)
@@ -270,7 +267,7 @@ class Reporter:
                     logger.rewind(run.logged_until)
             self.rows = rows = from_first(lambda: file.rewind(run.logged_until) if file else [])
             if len(rows) < run.num_rows:
-                warnings.warn(f"{len(rows)} of {run.num_rows} rows left in {directory}/{FILE}", stacklevel=3)
+                warnings.warn(f"{len(rows)} of {run.num_rows} rows left in {path}", stacklevel=3)
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""

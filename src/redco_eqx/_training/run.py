@@ -234,9 +234,8 @@ class Training:
             if self.run.identity:
                 from redco_eqx._training.identity import with_programs
 
-                source, programs = self.saver and self.saver.path, (self.state, batch, functions)
-                identity = with_programs(self.run.identity, source, *programs)
-                self.run = dataclasses.replace(self.run, identity=identity)
+                source = self.saver and self.saver.path
+                self.run = with_programs(self.run, source, self.state, batch, functions)
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
             warnings.warn(
