@@ -13,6 +13,7 @@ from helpers import assert_refused
 
 import redco_eqx as rx
 from redco_eqx._base.compiler import GPU, TPU
+from redco_eqx._dataflow import engine
 from redco_eqx._planning.targets import GPUS, TPUS, find_target
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -122,10 +123,13 @@ def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> No
     assert {t.seconds for t in found.trials} == {t.flops / 1e14 + t.sent_bytes / 1e10 for t in found.trials}
 
 
-def test_a_loss_is_tried_with_its_activations_split_and_without() -> None:
+def test_a_loss_is_tried_with_its_activations_split_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed, weigh = [], engine.weigh
+    monkeypatch.setattr(engine, "weigh", lambda *args, **options: weighed.append(1) or weigh(*args, **options))
     for mesh, tried in (({"data": 2, "tensor": 4}, {True, False}), ({"data": 8}, {False})):
         found = plan(loss_fn=rx.split_activations(squares), mesh=mesh)
         assert {trial.options["split_activations"] for trial in found.trials} == tried
+    assert len(weighed) == 2  # once for each mesh
     odd = jax.tree.map(lambda x: jax.ShapeDtypeStruct((12, *x.shape[1:]), x.dtype), BATCH)
     with pytest.raises(ValueError, match="no mesh of 8 devices splits a batch of 12 evenly"):
         plan(batch=odd, mesh={"data": 8})

@@ -210,38 +210,35 @@ def plan(
 
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yield the ways to train a model with these values of its options, which is traced once."""
-        make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
-        shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+        key = jax.random.key(0)
+        shapes = model if _is_model(model) else eqx.filter_eval_shape(model, key, **values)
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
         @functools.cache  # independent of how many of the other devices `fsdp` has, if any
-        def analysis(tensor: int, has_fsdp: bool, splits: bool) -> Analysis:
+        def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
             fsdp = len(on.devices) // tensor if has_fsdp else 1
-            there = make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices)
-            return analyse(dataclasses.replace(traced, splits=splits), shapes, there)
+            return analyse(traced, shapes, make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices))
 
-        for mesh, splits in itertools.product(on_meshes, (False, True) if traced.splits else (False,)):
-            tensor, num_shards = mesh.shape["tensor"], num_batch_shards(mesh)
-            if splits and tensor == 1:
-                continue
-            found = analysis(tensor, mesh.shape["fsdp"] > 1, splits)
-            explained = explain_by(found, shapes, mesh)
-            placed = jax.tree.map(_placed, shapes, explained.shardings)
-            state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)
+        for mesh in on_meshes:
+            tensor, num_shards, has_fsdp = mesh.shape["tensor"], num_batch_shards(mesh), mesh.shape["fsdp"] > 1
             local = jax.tree.map(functools.partial(_placed, sharding=batch_sharding(mesh)), batch)
-            memory, work = memory_of(state, local), found.costs.work
-            share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
-            own = flops / num_shards * (share / tensor + 1 - share)
             compiler = compiler_of(mesh)
-            once, *for_batch = sent_by_axes(found, explained.stored, compiler)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
-            is_for_each = mesh.shape["fsdp"] > 1 or not compiler.merges
-            for count in counts:
-                if num_rows % (num_shards * count) == 0:
-                    sent = once + sum(for_batch) * (count if is_for_each else 1)
-                    own_options = {**values, "split_activations": splits} if traced.splits else values
-                    yield Trial(mesh, own_options, count, state, local, on, memory, own, sent)
+            is_for_each = has_fsdp or not compiler.merges
+            for splits, found in enumerate(analyses(tensor, has_fsdp)):
+                own_options = {**values, "split_activations": bool(splits)} if traced.splits else values
+                explained = explain_by(found, shapes, mesh)
+                placed = jax.tree.map(_placed, shapes, explained.shardings)
+                state = init_state(placed, optimizer, key=key, trainable=trainable)
+                memory, work = memory_of(state, local), found.costs.work
+                share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
+                own = flops / num_shards * (share / tensor + 1 - share)
+                once, *for_batch = sent_by_axes(found, explained.stored, compiler)
+                for count in counts:
+                    if num_rows % (num_shards * count) == 0:
+                        sent = once + sum(for_batch) * (count if is_for_each else 1)
+                        yield Trial(mesh, own_options, count, state, local, on, memory, own, sent)
 
     options = options or {}
     variants = [dict(zip(options, values)) for values in itertools.product(*options.values())]

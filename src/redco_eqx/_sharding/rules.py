@@ -191,7 +191,7 @@ def analysis_of(
 
     traced = trace_step(loss_fn, model, batch)
     try:
-        return analyse(traced, model, mesh, max_bytes_per_device, chosen)
+        return analyse(traced, model, mesh, max_bytes_per_device, chosen)[-1]
     except Exception as error:
         if isinstance(error, ValueError) or max_bytes_per_device is not None:
             raise
@@ -207,8 +207,12 @@ def analyse(
     mesh: Mesh | AbstractMesh,
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
-) -> "Analysis":
-    """Weigh every split in the traced program of a model, and choose a layout."""
+) -> "list[Analysis]":
+    """Weigh every split in the traced program of a model, and choose a layout of the parameters.
+
+    If the loss is marked with `split_activations` and the mesh has `tensor`, the second result is the layout of
+    parameters and activations.
+    """
     from redco_eqx._dataflow.engine import choose_layout, weigh
 
     tensor = axis_size(mesh, "tensor")
@@ -228,15 +232,15 @@ def analyse(
     budget = None if max_bytes_per_device is None else float(max_bytes_per_device - constants)
     layout = choose_layout(analysis, given=given, fixed=fixed, max_bytes=budget)
     if not traced.splits or tensor == 1:
-        return layout
+        return [layout]
     from redco_eqx._dataflow.activations import choose_with_activations
 
     try:
-        return choose_with_activations(layout, mesh, fixed=fixed, max_bytes=budget)
+        return [layout, choose_with_activations(layout, mesh, fixed=fixed, max_bytes=budget)]
     except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
         text = f"shard_rules: activations do not count in this layout: {error}."
         warnings.warn(text, ShardingWarning, stacklevel=5)
-        return layout
+        return [layout, layout]
 
 
 def explain_by(
