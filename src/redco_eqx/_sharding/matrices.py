@@ -82,7 +82,8 @@ class Matrix:
     out_dim: int
     parts: int = 1  # number of fused matrices, separated by a dim before `out_dim`
     bias: Node | None = None
-    lora: tuple[tuple[Node, int], ...] = ()  # each factor, with the dim that it shares with the matrix
+    # The bias and the factors of a LoRA branch: each with the split that cuts it, and the dim that is cut.
+    followers: list[tuple[Node, str, int]] = dataclasses.field(default_factory=list)
 
     @property
     def in_size(self) -> int:
@@ -92,21 +93,10 @@ class Matrix:
     def out_size(self) -> int:
         return self.weight.shape[self.out_dim] * self.parts
 
-    @property
-    def bias_dim(self) -> int:
-        return self.weight.stack + (self.parts > 1)
-
     def cut(self, split: str) -> dict[Node, int | None]:
         """The dim of each array that a `column` or `row` split cuts, or `None` if the array stays whole."""
-        is_column, is_row = split == "column", split == "row"
-        dims: dict[Node, int | None] = {
-            self.weight: self.out_dim if is_column else self.in_dim if is_row else None
-        }
-        if self.bias is not None:
-            dims[self.bias] = self.bias_dim if is_column else None
-        for (factor, dim), is_cut in zip(self.lora, (is_row, is_column)):
-            dims[factor] = dim if is_cut else None
-        return dims
+        dims = {self.weight: {"column": self.out_dim, "row": self.in_dim}.get(split)}
+        return dims | {node: dim if split == own else None for node, own, dim in self.followers}
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of the matrix's path below `scope`, in lower case."""
@@ -119,7 +109,7 @@ def read_model(model: PyTree) -> Node:
     root = _read(abstract, "", "", None)
     _find_stacks(root, 0)
     for node in root.walk():
-        node.matrix, node.table = _matrix(node), _table(node)
+        _find_matrix(node)
     for node in root.walk():
         _attach_lora(node)
     for node in root.walk():
@@ -163,21 +153,20 @@ def _own_stack(node: Node) -> int | None:
 _TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
 
 
-def _table(node: Node) -> Matrix | None:
-    weight = node.child("weight", "kernel")
-    if weight is None or node.is_norm or len(weight.shape) != node.stack + 2:
-        return None
-    is_named = "embed" in type(node.value).__name__.lower() or _TABLE_NAMES.search(node.name)
-    is_table = hasattr(node.value, "num_embeddings") or (is_named and not hasattr(node.value, "in_features"))
-    return Matrix(node, weight, node.stack, node.stack + 1) if is_table else None
-
-
-def _matrix(node: Node) -> Matrix | None:
+def _find_matrix(node: Node) -> None:
+    """Set `table` or `matrix` of a node that is an embedding table or acts like a Linear."""
     weight, bias, stack = node.child("weight", "kernel"), node.child("bias"), node.stack
-    if weight is None or node.is_norm or _table(node) or node.attribute("groups") not in (None, 1):
-        return None
+    if weight is None or node.is_norm:
+        return
     rank = len(weight.shape) - stack
     window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
+    is_named = "embed" in type(node.value).__name__.lower() or _TABLE_NAMES.search(node.name)
+    is_table = hasattr(node.value, "num_embeddings") or (is_named and not hasattr(node.value, "in_features"))
+    if is_table and rank == 2:
+        node.table = Matrix(node, weight, stack, stack + 1)
+        return
+    if node.attribute("groups") not in (None, 1):
+        return
     if isinstance(window, tuple) and rank == 2 + len(window):
         dims, parts = (stack + 1, stack), 1
     elif isinstance(out, tuple) and rank == 3:
@@ -186,11 +175,12 @@ def _matrix(node: Node) -> Matrix | None:
     elif rank == 2:
         dims, parts = (stack + 1, stack) if _is_out_first(node, weight, bias) else (stack, stack + 1), 1
     else:
-        return None
-    matrix = Matrix(node, weight, *dims, parts=parts)
-    if bias is not None and bias.shape[matrix.bias_dim :][:1] == (weight.shape[matrix.out_dim],):
-        matrix.bias = bias
-    return matrix
+        return
+    node.matrix = Matrix(node, weight, *dims, parts=parts)
+    bias_dim = stack + (parts > 1)
+    if bias is not None and bias.shape[bias_dim:][:1] == (weight.shape[node.matrix.out_dim],):
+        node.matrix.bias = bias
+        node.matrix.followers.append((bias, "column", bias_dim))
 
 
 def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
@@ -211,10 +201,8 @@ def _attach_lora(node: Node) -> None:
         return
     (base,) = bases
     if base.in_size in down.shape[-2:] and base.out_size in up.shape[-2:]:
-        base.lora = tuple(
-            (factor, node.stack + factor.shape[-2:].index(size))
-            for factor, size in ((down, base.in_size), (up, base.out_size))
-        )
+        for factor, split, size in (down, "row", base.in_size), (up, "column", base.out_size):
+            base.followers.append((factor, split, node.stack + factor.shape[-2:].index(size)))
         base.node, node.matrix = node, base
 
 
