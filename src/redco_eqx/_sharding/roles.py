@@ -9,7 +9,6 @@ remaining matrices to its parent, up to the block.
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -41,16 +40,15 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     return _Resolver(read_model(model), size).resolve()
 
 
-Attention: TypeAlias = tuple[list[Matrix], Matrix, int | None, int | None]
-"""Query, key and value (as three matrices or as one), the output projection, and the number of heads of the
-query, and of key and value."""
-
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
 
 
-def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
-    """The attention layer among the matrices, if their names say that there is one, and their widths fit."""
+def find_attention(scope: Node, matrices: list[Matrix]) -> tuple[list[Matrix], Matrix] | None:
+    """The attention layer among the matrices, if their names say that there is one, and their widths fit.
+
+    It consists of query, key and value (as three matrices or as one) and the output projection.
+    """
     *separate, fused = [
         [m for m in matrices if named(names, m.name_in(scope)[-1])]
         for names in ("q|query|queries", "k|key|keys", "v|value|values", "qkv|query_key_value|attn|in")
@@ -60,14 +58,13 @@ def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
         query, key, value = inputs
         width = value.out_size * (query.out_size // key.out_size)
     elif len(fused) == 1 and not separate[0]:
-        inputs, query, key = fused, fused[0], fused[0]
-        width = query.out_size // 3
+        inputs, width = fused, fused[0].out_size // 3
     else:
         return None
     for output in matrices:
         says_so = any(named("o|out|output|dense|proj", name) for name in output.name_in(scope)[-2:])
         if says_so and output.in_size == width and output not in inputs:
-            return inputs, output, *_head_counts(scope, query, key)
+            return inputs, output
     return None
 
 
@@ -183,9 +180,8 @@ class _Resolver:
                 self._singles(inner)
             else:
                 left += inner
-        attention = find_attention(node, left)
-        if attention is not None:
-            self._attention(attention)
+        if attention := find_attention(node, left):
+            self._attention(node, *attention)
             left = self._open(left)
         blocks = [below for below in node.walk() if below.is_block and below is not node]
         if blocks:
@@ -199,9 +195,9 @@ class _Resolver:
     def _open(self, matrices: list[Matrix]) -> list[Matrix]:
         return [m for m in matrices if m.weight.path not in self.roles]
 
-    def _attention(self, attention: Attention) -> None:
-        inputs, output, heads, kv_heads = attention
+    def _attention(self, scope: Node, inputs: list[Matrix], output: Matrix) -> None:
         query, *key_value = inputs
+        heads, kv_heads = _head_counts(scope, query, (key_value or inputs)[0])
         self.guesses -= {m.weight.path for m in inputs}
         if (heads or output.in_size) % self.size:
             what = self._indivisible("heads" if heads else "attention width", heads or output.in_size)
