@@ -46,7 +46,6 @@ LARGE_SHARE = 1 / 20
 STORED_BYTES = 2**22
 
 
-@in_own_context
 def shard_rules(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
@@ -255,18 +254,18 @@ def explain_by(
     """
     arrays = to_arrays(model)
     if analysis is None:
-        roles = tensor_roles(model, axis_size(mesh, "tensor"))
+        roles, clean = tensor_roles(model, axis_size(mesh, "tensor")), {}
     else:
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
         roles |= {path: Role(*found) for path, found in analysis.roles().items()}
-    clean = {} if analysis is None else analysis.clean_dims(axis_size(mesh, "fsdp"))
+        clean = analysis.clean_dims(axis_size(mesh, "fsdp"))
     decisions = {}
     for path, x in arrays.items():
         spec, role, reason = _spec(x, roles[path], mesh, clean.get(path, ()))
         if path in chosen:
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"
-        is_guess = analysis is None and path not in chosen and roles[path].is_guess
+        is_guess = roles[path].is_guess and path not in chosen
         num_bytes = _shard_bytes(x, spec, mesh)
         decisions[path] = Decision(path, tuple(x.shape), x.dtype, spec, role, reason, num_bytes, is_guess)
     specs = iter(decisions.values())
@@ -356,4 +355,4 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
             f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}"
         )
     for message in messages:
-        warnings.warn(message, ShardingWarning, stacklevel=4)
+        warnings.warn(message, ShardingWarning, stacklevel=3)
