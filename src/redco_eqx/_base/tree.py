@@ -239,18 +239,15 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """
     values = dict(leaves_with_paths(tree))
 
-    def of(params: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
-        for path in params:
-            parts = path.split(".")
-            above = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
-            owner = next((name for name in above if name in values), None)
-            if owner is None:
-                raise ValueError(f"by_path: the tree has no value for the parameter {path}.")
-            found[path] = values[owner]
-        return found
+    def value_of(path: str) -> Any:
+        owner = path
+        while owner and owner not in values:
+            owner = owner.rpartition(".")[0]
+        if owner not in values:
+            raise ValueError(f"by_path: the tree has no value for the parameter {path}.")
+        return values[owner]
 
-    return of
+    return lambda params: {path: value_of(path) for path in params}
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
