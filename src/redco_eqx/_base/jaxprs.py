@@ -142,11 +142,6 @@ class Program:
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outputs]
         return jax.tree.unflatten(self.results, arrays)
 
-    @property
-    def shapes(self) -> PyTree:
-        """The result, with abstract arrays."""
-        return jax.tree.unflatten(self.results, [abstract(aval) for aval in self.closed.out_avals])  # pyright: ignore[reportArgumentType]
-
     def replace(self, jaxpr: Jaxpr) -> "Program":
         """Return this program with other operations."""
         return dataclasses.replace(self, closed=self.closed.replace(jaxpr=jaxpr))

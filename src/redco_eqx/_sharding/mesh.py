@@ -232,8 +232,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def one_device_mesh(device: Any) -> Mesh:
     """The mesh of size one for a model that was never placed."""
-    shape = (1,) * len(AXES)
-    return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
