@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-import jax
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import children, is_array, join
@@ -17,7 +16,7 @@ from redco_eqx._base.tree import children, is_array, join
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A node of the model, with abstract arrays as its leaves.
+    """A node of the model. Only the shapes and dtypes of its arrays count.
 
     - `stack`: the number of leading dims that count stacked copies, for every array below.
     - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
@@ -105,8 +104,7 @@ class Matrix:
 
 def read_model(model: PyTree) -> Node:
     """Read a model and return the root node. Arrays that `eqx.nn.Shared` ties appear once."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
-    root = _read(abstract, "", "", None)
+    root = _read(model, "", "", None)
     _find_stacks(root, 0)
     for node in root.walk():
         _find_matrix(node)
