@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -107,19 +107,17 @@ _GATHERS = (
 )
 
 
-def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
+def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decision]]:
     """Merge rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
     groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
         words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # every second word is a number
         key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
         groups.setdefault(key, []).append((words, d))
-    rows = []
     for members in groups.values():
         columns = enumerate(zip(*(words for words, _ in members)))
         path = "".join(_numbers(column) if i % 2 else column[0] for i, column in columns)
-        rows.append((path, len(members), members[0][1]))
-    return rows
+        yield path, len(members), members[0][1]
 
 
 def _numbers(texts: Sequence[str]) -> str:
