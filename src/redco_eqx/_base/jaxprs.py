@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
-from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from redco_eqx._base.tree import is_key
@@ -233,5 +232,4 @@ def _rewritten_program(x: Any, rule: Rewrite) -> Any:
 
 def manual_axes(equation: JaxprEqn) -> set[str]:
     """The mesh axes over which a `shard_map` around this operation is manual."""
-    around = type_of(equation.invars[0]).sharding.mesh
-    return {name for name, kind in zip(around.axis_names, around.axis_types) if kind == AxisType.Manual}
+    return set(type_of(equation.invars[0]).sharding.mesh.manual_axes)
