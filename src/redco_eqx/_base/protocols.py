@@ -82,9 +82,6 @@ class Mean(eqx.Module):
         return np.array(value, dtype)
 
 
-Loss: TypeAlias = Mean | ArrayLike
-"""A scalar array or a `Mean`."""
-
 Metrics: TypeAlias = dict[str, Mean]
 """The metrics of a step, by name. They are means, so that they can be added over steps."""
 
@@ -245,7 +242,7 @@ def _short(x: object) -> str:
     return f"{text} ({type(x).__name__})" if len(text) <= 40 and "\n" not in text else f"a {type(x).__name__}"
 
 
-def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
+def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
     """Return `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a `Mean` keeps its weight.
 
     Raises `ValueError` naming `what` if `x` is not a scalar.

@@ -21,10 +21,6 @@ from redco_eqx._base.tree import is_key
 # Threads for the virtual devices of a CPU.
 
 
-_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_THREADS = "PJRT_NPROC"  # read by XLA when the CPU's client is made
-
-
 def give_threads() -> None:
     """Give JAX's CPU client, if it does not exist yet, three threads per virtual device.
 
@@ -38,10 +34,10 @@ def give_threads() -> None:
     A value that is already set in the environment is kept. jaxlib 0.10.2 needs this; with 0.12.0, the test
     program ran with one thread per device. No upstream issue is known.
     """
-    flags = [int(n) for n in _FLAG.findall(os.environ.get("XLA_FLAGS", ""))]
-    num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *flags])
-    if num_devices > 1:
-        os.environ.setdefault(_THREADS, str(max(3 * num_devices, os.cpu_count() or 1)))
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *map(int, flags)])
+    if num_devices > 1:  # XLA reads this when it makes the client
+        os.environ.setdefault("PJRT_NPROC", str(max(3 * num_devices, os.cpu_count() or 1)))
 
 
 A = ParamSpec("A")
@@ -284,7 +280,7 @@ def context_of(*trees: Any) -> Iterator[None]:
     Raises `ValueError` under a `jit`, because there the mesh cannot be unset.
     """
     found = jax.sharding.get_abstract_mesh()
-    leaves = [] if found.empty or AxisType.Manual in found.axis_types else jax.tree.leaves(trees)
+    leaves = [] if found.empty or found.manual_axes else jax.tree.leaves(trees)
     own = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
     meshes = (x.abstract_mesh for x in own or map(_mesh_on, leaves) if x is not None and not x.empty)
     mesh = next(meshes, None)
