@@ -5,7 +5,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,8 +26,6 @@ from redco_eqx._sharding.mesh import AXES, batch_sharding, context_of, make_mesh
 from redco_eqx._sharding.rules import analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
-
-MakeModel: TypeAlias = Callable[..., PyTree]
 
 RESERVE = 0.05
 """The part of a device's memory that a step leaves to what the compiler does not count, such as the runtime and
@@ -120,7 +118,7 @@ MOST = 12
 
 @context_of(AbstractMesh((1,), ("none",)))  # none of the tried meshes is set
 def plan(
-    model: PyTree | MakeModel,
+    model: PyTree | Callable[..., PyTree],
     *,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
@@ -259,7 +257,7 @@ def plan(
     return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))
 
 
-def _is_model(model: PyTree | MakeModel) -> bool:
+def _is_model(model: PyTree | Callable[..., PyTree]) -> bool:
     return any(map(is_array, jax.tree.leaves(model)))
 
 
