@@ -20,21 +20,40 @@ VOCABULARY, LENGTH, SIDE = 64, 8, 8
 _GPT = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
 _HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OPT = {
-    "model_type": "opt", **_HIDDEN, "vocab_size": VOCABULARY, "ffn_dim": 64, "max_position_embeddings": 16,
-}  # fmt: skip
+    "model_type": "opt",
+    **_HIDDEN,
+    "vocab_size": VOCABULARY,
+    "ffn_dim": 64,
+    "max_position_embeddings": 16,
+}
 _LLAMA = {
-    **_HIDDEN, "model_type": "llama", "vocab_size": VOCABULARY, "intermediate_size": 48,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
+    **_HIDDEN,
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 _BERT = {
-    "model_type": "bert", **_HIDDEN, "vocab_size": VOCABULARY, "intermediate_size": 64,
+    "model_type": "bert",
+    **_HIDDEN,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
     "max_position_embeddings": 20,
-}  # fmt: skip
+}
 _VIT = {"model_type": "vit", **_HIDDEN, "intermediate_size": 64, "image_size": SIDE, "patch_size": 4}
 _T5 = {
-    "model_type": "t5", "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
-    "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
-}  # fmt: skip
+    "model_type": "t5",
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+}
 
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
@@ -49,52 +68,78 @@ DECODERS: dict[str, dict[str, Any]] = {
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
     "gemma2": {**_LLAMA, "model_type": "gemma2", "sliding_window": 3},
     "gemma3": {
-        **_LLAMA, "model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2,
+        **_LLAMA,
+        "model_type": "gemma3_text",
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
         "final_logit_softcapping": 2.0,
     },
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": 3},
     "qwen3_moe": {
-        **_LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 8,
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
         "num_experts_per_tok": 3,
     },
     "phi3": {**_LLAMA, "model_type": "phi3", "attention_bias": True},
     "smollm3": {**_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False},
-}  # fmt: skip
+}
 ENCODERS: dict[str, dict[str, Any]] = {
     "t5": _T5,
     "t5_gated": {
-        **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "scale_decoder_outputs": False,
+        **_T5,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "scale_decoder_outputs": False,
     },
     "bart": {
-        "model_type": "bart", "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-        "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "max_position_embeddings": 16,
+        "model_type": "bart",
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "max_position_embeddings": 16,
     },
     "bert": _BERT,
     "bert_masked": {**_BERT, "architectures": ["BertForMaskedLM"]},
     "bert_labels": {**_BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 4},
     "roberta_masked": {**_BERT, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
     "roberta_labels": {
-        **_BERT, "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"],
+        **_BERT,
+        "model_type": "roberta",
+        "architectures": ["RobertaForSequenceClassification"],
         "num_labels": 1,
     },
     "clip": {**_BERT, "model_type": "clip_text_model"},
     "vit_labels": {**_VIT, "architectures": ["ViTForImageClassification"], "num_labels": 4},
     "vit_gpt2": {"model_type": "vision-encoder-decoder", "encoder": _VIT, "decoder": DECODERS["gpt2"]},
-}  # fmt: skip
+}
 IMAGES: dict[str, dict[str, Any]] = {
     "unet": {
-        "_class_name": "UNet2DConditionModel", "block_out_channels": [16, 32], "layers_per_block": 1,
-        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "norm_num_groups": 8,
-        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 24,
-        "attention_head_dim": 4, "transformer_layers_per_block": 1,
+        "_class_name": "UNet2DConditionModel",
+        "block_out_channels": [16, 32],
+        "layers_per_block": 1,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "norm_num_groups": 8,
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "cross_attention_dim": 24,
+        "attention_head_dim": 4,
+        "transformer_layers_per_block": 1,
     },
     "vae": {
-        "_class_name": "AutoencoderKL", "block_out_channels": [16, 32], "layers_per_block": 1,
-        "down_block_types": ["DownEncoderBlock2D"] * 2, "norm_num_groups": 8,
+        "_class_name": "AutoencoderKL",
+        "block_out_channels": [16, 32],
+        "layers_per_block": 1,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "norm_num_groups": 8,
         "up_block_types": ["UpDecoderBlock2D"] * 2,
     },
-}  # fmt: skip
+}
 IMAGES["unet_linear"] = {**IMAGES["unet"], "use_linear_projection": True}
 CONFIGS = {**DECODERS, **ENCODERS, **IMAGES}
 

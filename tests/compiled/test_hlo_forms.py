@@ -66,16 +66,24 @@ PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
 TILED = "{1,0:T(8,128)(2,1)"
 # A kind, the shapes of its results, and the start of its asynchronous form.
 STARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "all-reduce": (("f32[8]", "bf16[2,3]"),
-        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add"),
-    "all-gather": (("bf16[8,128]", "f32[6]"),
+    "all-reduce": (
+        ("f32[8]", "bf16[2,3]"),
+        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
+    ),
+    "all-gather": (
+        ("bf16[8,128]", "f32[6]"),
         f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, f32[6]{{0}})) "
-        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}"),
-    "reduce-scatter": (("f32[2]",),
-        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add"),
-    "collective-permute": (("f32[4]",),
-        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS),
-}  # fmt: skip
+        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
+    ),
+    "reduce-scatter": (
+        ("f32[2]",),
+        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
+    ),
+    "collective-permute": (
+        ("f32[4]",),
+        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS,
+    ),
+}
 
 
 def test_asynchronous_forms_count_once() -> None:
@@ -235,9 +243,18 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
 
 
 BYTES = {
-    "pred[3,5]": 15, "s4[3,5]": 8, "u4[4]{0:E(4)}": 2, "f4e2m1fn[6]": 3, "f8e8m0fnu[7]": 7, "bf16[7,1]": 14,
-    "u32[]": 4, "f32[<=8,2]": 64, "f64[7]": 56, "c128[7]": 112, "(f32[2]{0}, token[], bf16[0,3])": 8,
-}  # fmt: skip
+    "pred[3,5]": 15,
+    "s4[3,5]": 8,
+    "u4[4]{0:E(4)}": 2,
+    "f4e2m1fn[6]": 3,
+    "f8e8m0fnu[7]": 7,
+    "bf16[7,1]": 14,
+    "u32[]": 4,
+    "f32[<=8,2]": 64,
+    "f64[7]": 56,
+    "c128[7]": 112,
+    "(f32[2]{0}, token[], bf16[0,3])": 8,
+}
 
 
 def test_bytes_of_dtypes() -> None:

@@ -248,9 +248,12 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
 
     with pytest.warns(rx.errors.ShardingWarning, match="activations do not count in this layout"):
         found = rx.explain(
-            stack, mesh, loss_fn=rx.split_activations(loss_fn), batch=np.ones((8, 16), np.float32),
+            stack,
+            mesh,
+            loss_fn=rx.split_activations(loss_fn),
+            batch=np.ones((8, 16), np.float32),
             overrides=[("weight", P("tensor"))],
-        )  # fmt: skip
+        )
     assert found.decisions["weight"].spec == P("tensor")
 
 

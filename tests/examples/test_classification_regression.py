@@ -126,10 +126,16 @@ def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
     tokenizer.save_pretrained(tmp_path)
     config = models.RobertaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=40, type_vocab_size=1, initializer_range=0.1,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        type_vocab_size=1,
+        initializer_range=0.1,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)
     flags += ["--task", "regression", "--label", "score", "--model", str(tmp_path), "--rate", "2e-3"]
     scores, linear = glue.main(flags)["regression"]

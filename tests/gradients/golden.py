@@ -5,12 +5,22 @@ from typing import Any
 from gradients.programs import MESHES, Spec
 
 GEOMETRY: Spec = {
-    "size": 3, "stride": 1, "padding": "same", "lhs_dilation": 1, "rhs_dilation": 1, "channels_first": False
-}  # fmt: skip
+    "size": 3,
+    "stride": 1,
+    "padding": "same",
+    "lhs_dilation": 1,
+    "rhs_dilation": 1,
+    "channels_first": False,
+}
 DEPTHWISE: Spec = {"name": "convolution", "groups": "depthwise", "width": 1, "bias": False, **GEOMETRY}
 PER_EXAMPLE: Spec = {
-    "name": "per_example_convolution", "shots": 1, "groups": 1, "width": 1, "given": False, **GEOMETRY
-}  # fmt: skip
+    "name": "per_example_convolution",
+    "shots": 1,
+    "groups": 1,
+    "width": 1,
+    "given": False,
+    **GEOMETRY,
+}
 SEPARABLE: Spec = {"name": "separable_convolution", "width": 1, "multiplier": 1, **GEOMETRY}
 GROUPED: Spec = {"name": "convolution", "groups": 2, "width": 8, "bias": False, **GEOMETRY}
 LOOKUP: Spec = {"name": "embedding", "size": 16, "scaled": False, "axis": 0, "mode": "fill", "beyond": True}
@@ -29,10 +39,16 @@ TWO, FSDP = [["data2xtensor4", "whole"], ["2x2x2", "whole"]], [["fsdp8", "whole"
 def program(*operations: Spec, **other: Any) -> Spec:
     """On two meshes, with all parameters whole."""
     return {
-        "batch": 8, "spatial": [8], "channels": 8, "objective": "loss", "mode": "step", "num_microbatches": 1,
-        "reshard_after_forward": True, "layouts": TWO,
+        "batch": 8,
+        "spatial": [8],
+        "channels": 8,
+        "objective": "loss",
+        "mode": "step",
+        "num_microbatches": 1,
+        "reshard_after_forward": True,
+        "layouts": TWO,
         "operations": [{"wrapper": "none", **operation} for operation in operations],
-    } | other  # fmt: skip
+    } | other
 
 
 # Each on meshes and layouts where it is wrong without what mends it in the library.

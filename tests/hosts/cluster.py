@@ -68,9 +68,16 @@ class Cluster:
         (root / "slurm.conf").write_text(CONFIGURATION.format(root=root, addresses=ADDRESSES))
         (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         try:
-            munge = [f"--{name}={root}/{file}" for name, file in (
-                ("key-file", "key"), ("socket", "munge.socket"), ("pid-file", "munged.pid"),
-                ("log-file", "munged.log"), ("seed-file", "munged.seed"))]  # fmt: skip
+            munge = [
+                f"--{name}={root}/{file}"
+                for name, file in (
+                    ("key-file", "key"),
+                    ("socket", "munge.socket"),
+                    ("pid-file", "munged.pid"),
+                    ("log-file", "munged.log"),
+                    ("seed-file", "munged.seed"),
+                )
+            ]
             self._run(["munged", "--force", *munge])
             self._run(self._hosts.command(0, "slurmctld"))
             self._run(self._hosts.command(0, "slurmd", "-N", "n0"))

@@ -118,7 +118,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (of_arrays(lambda arrays: {**arrays, "wpe.weight": arrays[POSITIONS]}),
      r"1 there twice: transformer\.wpe\.weight as (transformer\.)?wpe\.weight and as "),
     (of_arrays(another_head), r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$"),
-]  # fmt: skip
+]  # a table: a damage and its message  # fmt: skip
 LACKING: list[tuple[Any, str]] = [
     (lambda directory, arrays: shutil.rmtree(directory), "is not a directory.*snapshot_download"),
     (removed("config.json"), "has no config.json"),
@@ -142,11 +142,12 @@ def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Stored, "read", lambda *_: pytest.fail("a weight was read"))
     cases: list[tuple[Any, str]] = [
         ({"dtype": jnp.int32}, "dtype=int32, but it must be one of float16, bfloat16"),
-        ({"dtype": "halves"}, "dtype='halves' is not a dtype"), ({"dtype": np.float64}, "dtype=float64 needs"),
+        ({"dtype": "halves"}, "dtype='halves' is not a dtype"),
+        ({"dtype": np.float64}, "dtype=float64 needs"),
         ({"overrides": [("transformer.h.9.*", P())]}, "matches no array"),
         ({"overrides": [("transformer.wte.weight", P("rows"))]}, "axis: rows .* is not found in mesh"),
         ({"pad_vocabulary_to": 0}, "pad_vocabulary: multiple=0, but it must be positive"),
-    ]  # fmt: skip
+    ]
     assert_refused(lambda arguments: load_pretrained(tmp_path, **arguments), cases)
 
 

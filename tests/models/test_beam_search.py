@@ -24,9 +24,16 @@ def test_one_beam_is_greedy():
     ended = np.cumsum(texts == end, axis=1) - (texts == end) > 0
     for penalty in (0.0, 3.0):
         found = beam_search(
-            model, ids, attention_mask=mask, num_beams=1, early_stopping="never", length_penalty=penalty,
-            max_new_tokens=NEW, eos_token_id=end, pad_token_id=PAD,
-        )  # fmt: skip
+            model,
+            ids,
+            attention_mask=mask,
+            num_beams=1,
+            early_stopping="never",
+            length_penalty=penalty,
+            max_new_tokens=NEW,
+            eos_token_id=end,
+            pad_token_id=PAD,
+        )
         np.testing.assert_array_equal(found.tokens[:, 0], np.where(ended, PAD, texts))
 
 
@@ -50,9 +57,14 @@ def test_a_score_in_low_precision_is_what_the_model_says_of_the_text(name, dtype
     model = telling(name, dtype=dtype)
     ids, mask = padded("right") if name != "mistral" else (ROWS, np.ones_like(ROWS))
     found = beam_search(
-        model, ids, attention_mask=mask, max_new_tokens=NEW, num_beams=BEAMS, length_penalty=0.7,
+        model,
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        num_beams=BEAMS,
+        length_penalty=0.7,
         eos_token_id=(),
-    )  # fmt: skip
+    )
     assert found.scores.dtype == np.float32
     assert (np.diff(found.scores, axis=1) <= 0).all()
     source, before = [], np.repeat(ids, BEAMS, 0)

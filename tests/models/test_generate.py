@@ -161,12 +161,20 @@ def test_the_encoder_runs_once_and_the_loop_stops_when_all_have_ended():
 def test_which_tokens_may_be_drawn():
     logits, equal = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.2, 0.1], [0.2] * 5]))
     cases: list[tuple[Any, Any, list[int]]] = [
-        (None, None, [1, 2, 3, 0, 4]), (1, None, [1]), (4, None, [1, 2, 3, 0]), (8, None, [1, 2, 3, 0, 4]),
-        (None, 1e-9, [1]), (None, 0.39, [1]), (None, 0.41, [1, 2]), (None, 0.59, [1, 2]),
-        (None, 0.61, [1, 2, 3]), (None, 1.0, [1, 2, 3, 0, 4]),
+        (None, None, [1, 2, 3, 0, 4]),
+        (1, None, [1]),
+        (4, None, [1, 2, 3, 0]),
+        (8, None, [1, 2, 3, 0, 4]),
+        (None, 1e-9, [1]),
+        (None, 0.39, [1]),
+        (None, 0.41, [1, 2]),
+        (None, 0.59, [1, 2]),
+        (None, 0.61, [1, 2, 3]),
+        (None, 1.0, [1, 2, 3, 0, 4]),
         # top_p counts the probability among the top_k: 0.4 and 0.2 become two thirds and one third.
-        (2, 0.65, [1]), (2, 0.68, [1, 2]),
-    ]  # fmt: skip
+        (2, 0.65, [1]),
+        (2, 0.68, [1, 2]),
+    ]
     for given, k, p, expected in [*((logits, *case) for case in cases), (equal, None, 0.5, [0, 1, 2])]:
         scores, tokens = candidates(given[None], top_k=k, top_p=p)
         assert tokens[scores > -jnp.inf].tolist() == expected, (k, p)
@@ -359,8 +367,11 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"inputs": np.full((4, 6), VOCABULARY)}, r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63"),
     ("all", {"attention_mask": np.ones((4, 7))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
     ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
-    ("all", {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
-     r"inputs\[0, 1\] is -2, but"),
+    (
+        "all",
+        {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
+        r"inputs\[0, 1\] is -2, but",
+    ),
     ("gpt2", {"max_new_tokens": NEW + 1}, "a prompt of 6 and max_new_tokens=9.*14 positions"),
     ("gpt2", {"decoder_input_ids": np.ones((4, 1), np.int32)}, "decoder_input_ids is for models with an enc"),
     ("bart", {"max_new_tokens": 16}, "a prompt of 1 and max_new_tokens=16.*16 positions"),
@@ -368,7 +379,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"decoder_input_ids": np.ones((4, 0), np.int32)}, r"decoder_input_ids has shape \(4, 0\)"),
     ("bart", IMAGES, r"attention_mask is for texts, but inputs has shape \(4, 3, 8, 8\)"),
     ("no start", {}, r"no decoder_start_token_id\. Pass decoder_input_ids"),
-]  # fmt: skip
+]
 BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     *((generate, {"temperature": x}, f"temperature={x}") for x in (-0.5, float("nan"))),
     *((generate, {"temperature": 1.0, "top_p": x}, f"top_p={x}") for x in (0.0, 1.5)),

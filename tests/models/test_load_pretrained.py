@@ -23,9 +23,11 @@ from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.safetensors import Stored
 
 LAYOUTS: list[Any] = [
-    ("gpt2", {"tensor": 2, "fsdp": 2}, True), ("llama", {"tensor": 4, "data": 1}, False), ("llama", None, True),
+    ("gpt2", {"tensor": 2, "fsdp": 2}, True),
+    ("llama", {"tensor": 4, "data": 1}, False),
+    ("llama", None, True),
     *in_long(("gpt2", {"tensor": 4, "data": 1}, False), ("llama", {"tensor": 2, "fsdp": 2}, True)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "axes", "stacked"), LAYOUTS)
@@ -119,13 +121,17 @@ def as_head(table):
 
 
 OLD = [
-    ("gpt2", as_first_published), ("gpt2", with_gamma), ("gpt2", as_head("transformer.wte")),
-    ("llama", bare), ("opt_125m", bare), ("opt_125m", as_head("model.decoder.embed_tokens")),
+    ("gpt2", as_first_published),
+    ("gpt2", with_gamma),
+    ("gpt2", as_head("transformer.wte")),
+    ("llama", bare),
+    ("opt_125m", bare),
+    ("opt_125m", as_head("model.decoder.embed_tokens")),
     ("gpt2", lambda arrays: arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()}),
     ("llama", lambda arrays: bare(arrays) | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}),
     ("opt_125m", lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)}),
     ("gptj", lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)}),
-]  # fmt: skip
+]
 
 
 def test_older_spellings(tmp_path):
@@ -141,10 +147,16 @@ def test_older_spellings(tmp_path):
 def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(tmp_path, recwarn):
     """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow any other."""
     raw = {
-        "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 64, "hidden_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "pad_token_id": 1,
+        "model_type": "roberta",
+        "architectures": ["RobertaForMaskedLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "pad_token_id": 1,
         "max_position_embeddings": 40,
-    }  # fmt: skip
+    }
     save_pretrained(filled(shapes(raw), jnp.float32, 0), tmp_path)
     mesh = rx.make_mesh(tensor=4)
     model = load_pretrained(tmp_path, mesh)

@@ -13,9 +13,12 @@ from redco_eqx.models._blocks.positions import Rope
 from redco_eqx.models._families.registry import FAMILIES, PARTS, read_family
 
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
 
 
@@ -82,7 +85,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a file, and what it mea
     ({"model_type": "gpt2", "hidden_size": 64, "n_embd": 96}, {"n_embd": 96}),
     ({"model_type": "gpt2", "resid_pdrop": 0, "initializer_range": 1},
      {"resid_pdrop": 0.0, "initializer_range": 1.0}),
-]  # fmt: skip
+]  # a table: a file and what it means  # fmt: skip
 
 
 def test_what_a_file_means():
@@ -117,7 +120,7 @@ REPLACED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
      {"num_labels": None, "id2label": {"0": "a"}, "problem_type": "regression"}),
     ({"model_type": "clip", "text_config": {"hidden_act": "relu"}}, {"hidden_act": "gelu"},
      {"text_config": None, "text_config_dict": {"hidden_act": "gelu"}}),
-]  # fmt: skip
+]  # a table: a file, the replacements, what it becomes  # fmt: skip
 
 
 def test_entries_replace_those_of_the_file_under_all_their_names():
@@ -194,8 +197,11 @@ def test_what_is_not_supported_is_refused():
 
 
 def test_a_configuration_made_by_hand_is_checked_too():
-    assert_refused(lambda kind, entries: kind(**entries), (
-        (GPT2Config, {"n_embd": 30, "n_head": 4}, "GPT2Config: n_embd=30 is not a multiple of n_head=4"),
-        (LlamaConfig, {"hidden_act": "mish"}, "LlamaConfig: hidden_act='mish' is not supported"),
-        (GPTJConfig, {"rotary_dim": 7}, "GPTJConfig: rotary_dim=7"),
-    ))  # fmt: skip
+    assert_refused(
+        lambda kind, entries: kind(**entries),
+        (
+            (GPT2Config, {"n_embd": 30, "n_head": 4}, "GPT2Config: n_embd=30 is not a multiple of n_head=4"),
+            (LlamaConfig, {"hidden_act": "mish"}, "LlamaConfig: hidden_act='mish' is not supported"),
+            (GPTJConfig, {"rotary_dim": 7}, "GPTJConfig: rotary_dim=7"),
+        ),
+    )

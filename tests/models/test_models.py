@@ -134,9 +134,11 @@ def test_the_rules_give_the_megatron_layout():
 
 
 TRACED = [
-    ("t5", True), ("qwen3_moe", True), *in_long(("gpt_neox", True)),
+    ("t5", True),
+    ("qwen3_moe", True),
+    *in_long(("gpt_neox", True)),
     *in_long(*((name, False) for name in ("mixtral", "t5_gated", "bart", "bert_labels", "vit_gpt2"))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "stacked"), TRACED)
@@ -214,7 +216,7 @@ BAD_INPUT: list[tuple[str, Any, tuple[Any, ...], str]] = [
     ("vae", lambda m, x: m.encode(x), (array(8, 4, 16, 16),), r"images has shape .*with 3 channels"),
     ("vae", lambda m, x: m.encode(x), (array(8, 3, 15, 16),), "images has shape .*15.* multiples of 2"),
     ("vae", lambda m, x: m.decode(x), (array(8, 3, 16, 16),), r"latents has shape .* with 4 channels"),
-]  # fmt: skip
+]  # a table: a bad call and its message  # fmt: skip
 
 
 def test_bad_input_is_refused():

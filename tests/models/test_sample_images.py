@@ -112,9 +112,13 @@ def test_other_dtypes_sizes_and_a_rescaled_scheduler_are_taken(saved):
     model = dataclasses.replace(half, scheduler=scheduler)
     ids, latents = jnp.asarray(batch_of(2)["tokens"]), np.random.default_rng(0).normal(size=(2, 4, 2, 6))
     found = models.sample_images(
-        model, ids, latents=jnp.asarray(latents, jnp.bfloat16), guidance_scale=1.0, num_steps=2,
+        model,
+        ids,
+        latents=jnp.asarray(latents, jnp.bfloat16),
+        guidance_scale=1.0,
+        num_steps=2,
         key=jax.random.key(0),
-    )  # fmt: skip
+    )
     assert (found.shape, found.dtype) == ((2, 3, 4, 12), jnp.bfloat16)
     assert jnp.isfinite(found).all()
 

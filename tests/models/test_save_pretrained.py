@@ -188,11 +188,13 @@ ONE, SEVERAL, MORE = 10**9, 140_000, 100_000
 
 
 SAVES = [
-    (ONE, SEVERAL, "changed config", Killed), (SEVERAL, ONE, "changed config", OSError),
-    (SEVERAL, SEVERAL, "changed config", Killed), *in_long((SEVERAL, MORE, "changed config", Killed)),
+    (ONE, SEVERAL, "changed config", Killed),
+    (SEVERAL, ONE, "changed config", OSError),
+    (SEVERAL, SEVERAL, "changed config", Killed),
+    *in_long((SEVERAL, MORE, "changed config", Killed)),
     *in_long((ONE, ONE, "changed config", OSError), (ONE, ONE, "same config", Killed)),
     *in_long((ONE, SEVERAL, "same config", Killed), (SEVERAL, MORE, "same config", OSError)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("before", "after", "config", "error"), SAVES)

@@ -68,8 +68,10 @@ def test_in_pieces_with_a_cache_equals_at_once():
     np.testing.assert_allclose(found, np.asarray(whole)[real], rtol=1e-4, atol=1e-4)
 
 
-RATES = {"gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
-         "bart": ("dropout", "attention_dropout", "activation_dropout")}  # fmt: skip
+RATES = {
+    "gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+    "bart": ("dropout", "attention_dropout", "activation_dropout"),
+}
 
 
 @pytest.mark.parametrize(("name", "remats"), [("gpt2", ("full", "row_out")), *in_long(("bart", ("full",)))])
@@ -120,10 +122,12 @@ def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
 
 
 ON_MESHES = [
-    ("t5", "2x2x2", False), ("t5", "data2xtensor4", True), ("mixtral", "2x2x2", False),
+    ("t5", "2x2x2", False),
+    ("t5", "data2xtensor4", True),
+    ("mixtral", "2x2x2", False),
     *in_long(*((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae"))),
     *in_long(("qwen3_moe", "data2xtensor4", True), ("unet", "tensor8", False)),  # 4 heads do not divide
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "mesh_name", "sequence_parallel"), ON_MESHES)

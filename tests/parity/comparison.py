@@ -57,8 +57,9 @@ def inputs_of(reference: Reference, paddings: tuple[str, ...] = (), seed: int = 
 
 def torch_call(model: Any, inputs: Inputs) -> Any:
     """Logits by transformers, or hidden states of a bare model, with gradients."""
-    given = {name: torch.tensor(x, dtype=None if x.dtype == np.float32 else torch.long)
-             for name, x in inputs.items()}  # fmt: skip
+    given = {
+        name: torch.tensor(x, dtype=None if x.dtype == np.float32 else torch.long) for name, x in inputs.items()
+    }
     counts = model.config.model_type in COUNT_POSITIONS or "decoder_input_ids" in inputs
     if "attention_mask" in inputs and not counts:
         positions = np.maximum(np.cumsum(inputs["attention_mask"], axis=1) - 1, 0)

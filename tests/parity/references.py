@@ -13,13 +13,26 @@ VOCABULARY = 96
 
 # Entries of `tiny_models` that differ here: longer texts, more layers, widths that are no multiples.
 LARGER = {
-    "vocab_size": VOCABULARY, "n_positions": 48, "max_position_embeddings": 48, "image_size": 16,
-    "n_layer": 3, "num_hidden_layers": 3, "num_layers": 3, "encoder_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "decoder_attention_heads": 8,
-    "intermediate_size": 48, "ffn_dim": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "d_ff": 48,
+    "vocab_size": VOCABULARY,
+    "n_positions": 48,
+    "max_position_embeddings": 48,
+    "image_size": 16,
+    "n_layer": 3,
+    "num_hidden_layers": 3,
+    "num_layers": 3,
+    "encoder_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "decoder_attention_heads": 8,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "d_ff": 48,
     "d_kv": 6,  # times the heads, not the width of the stream
-    "relative_attention_max_distance": 12, "num_experts": 6,
-}  # fmt: skip
+    "relative_attention_max_distance": 12,
+    "num_experts": 6,
+}
 EPSILONS = ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps")
 """Of norms: 0.01, which is large enough to matter."""
 
@@ -31,9 +44,12 @@ def larger(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _SCALED = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 0.5, "beta_slow": 0.05}
 _SWAPPED = {"beta_fast": 0.05, "beta_slow": 0.5, "partial_rotary_factor": 0.75}
@@ -122,12 +138,18 @@ DECODERS = {
     "gptj": _decoder("gptj"),
     "gpt_neox": _decoder("gpt_neox", rope_parameters={**_YARN, **_SWAPPED, "rope_theta": 500.0}),
     "gpt_neox_in_turn": _decoder(
-        "gpt_neox", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
+        "gpt_neox",
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
         rope_parameters={"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
     ),
     "gemma2": _decoder("gemma2", **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
     "gemma3": _decoder(
-        "gemma3", **_GEMMA, final_logit_softcapping=None, sliding_window_pattern=6,
+        "gemma3",
+        **_GEMMA,
+        final_logit_softcapping=None,
+        sliding_window_pattern=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -153,7 +175,7 @@ DECODERS = {
     "phi3": _decoder("phi3", attention_bias=False, sliding_window=7),
     "phi3_partial": _decoder("phi3", attention_bias=False, rope_parameters={"partial_rotary_factor": 0.75}),
     "smollm3": _decoder("smollm3", rope_parameters={**_YARN, "rope_theta": 500.0}),
-}  # fmt: skip
+}
 
 _TO_TEXT = "AutoModelForSeq2SeqLM", ("text", "decoder")
 _TO_CAPTION = "VisionEncoderDecoderModel", ("image", "decoder"), ()
@@ -217,5 +239,6 @@ IMAGE_MODELS = {
     "sd1": _image("unet", **_UNET, attention_head_dim=2),
     "sd2": _image("unet_linear", **_UNET, attention_head_dim=(4, 8)),
     "other": _image("unet", **{**_UNET, **_OTHER}, attention_head_dim=2),
-    "vae": _image("vae", sample_size=16), "vae_bare": _image("vae", sample_size=16, **_BARE),
-}  # fmt: skip
+    "vae": _image("vae", sample_size=16),
+    "vae_bare": _image("vae", sample_size=16, **_BARE),
+}

@@ -41,10 +41,16 @@ def test_an_entry_that_is_left_out_means_the_same():
 
 INPUTS = inputs_of(REFERENCES["gpt2"])
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48, "ffn_dim": 48, "rotary_dim": 8, "num_key_value_heads": None,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "rotary_dim": 8,
+    "num_key_value_heads": None,
     "sliding_window": None,
-}  # fmt: skip
+}
 
 
 DECODERS = [name for name, (_, kind) in FAMILIES.items() if issubclass(kind, models.DecoderLM)]
@@ -74,8 +80,14 @@ def edit(directory, **entries):
 
 def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     text = {**REFERENCES["clip_text"].options}
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-              "image_size": 8, "patch_size": 4}  # fmt: skip
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 8,
+        "patch_size": 4,
+    }
     whole = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     whole.save_pretrained(tmp_path)
     assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "clip"

@@ -47,10 +47,15 @@ def assert_same_loss(there, expected, model, loss):
 
 
 TRAINED = [
-    ("gpt2", False, "none"), ("bart", False, "none"), ("gemma2", True, "none"), ("clip_text", True, "none"),
-    ("llama_llama3", True, "row_out"), ("qwen3_moe", True, "row_out"), ("t5_gated_untied", True, "full"),
+    ("gpt2", False, "none"),
+    ("bart", False, "none"),
+    ("gemma2", True, "none"),
+    ("clip_text", True, "none"),
+    ("llama_llama3", True, "row_out"),
+    ("qwen3_moe", True, "row_out"),
+    ("t5_gated_untied", True, "full"),
     ("vit_gpt2_wider", False, "full"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "stacked", "remat"), TRAINED)
@@ -84,8 +89,10 @@ def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(name, di
     assert any("gate.weight" in key for key, p in there.named_parameters() if p.grad is not None)
 
 
-HALF = {"bfloat16": ("mixtral", "gptj", "llama_llama3", "vit_gpt2"),
-        "float16": ("gpt2", "t5_gated_untied", "bert_masked")}  # fmt: skip
+HALF = {
+    "bfloat16": ("mixtral", "gptj", "llama_llama3", "vit_gpt2"),
+    "float16": ("gpt2", "t5_gated_untied", "bert_masked"),
+}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for dtype, names in HALF.items() for name in names])

@@ -53,9 +53,13 @@ def expected_of(
         options["input_ids"], options["attention_mask"] = (torch.tensor(x).long() for x in (prompts, mask))
     there.generation_config.eos_token_id = options.pop("eos_token_id", None)
     found = there.generate(
-        max_new_tokens=NEW, do_sample=False, pad_token_id=PAD, return_dict_in_generate=True,
-        output_scores=True, **options,
-    )  # fmt: skip
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
     tokens = found.sequences[:, num_before:].numpy()
     tokens = np.pad(tokens, ((0, 0), (0, NEW - tokens.shape[1])), constant_values=PAD)
     scores = getattr(found, "sequences_scores", None)
@@ -92,18 +96,31 @@ def test_beams_equal_those_of_transformers(pair):
 
     def search_there(ends: list[int], **options: Any) -> tuple[np.ndarray, Any]:
         tokens, scores = expected_of(
-            there, prompts, mask, begin,
-            eos_token_id=ends or None, num_beams=BEAMS, num_return_sequences=BEAMS, **options,
+            there,
+            prompts,
+            mask,
+            begin,
+            eos_token_id=ends or None,
+            num_beams=BEAMS,
+            num_return_sequences=BEAMS,
+            **options,
             **{key: torch.tensor(x).long() for key, x in given.items()},
-        )  # fmt: skip
+        )
         return tokens.reshape(len(prompts), BEAMS, NEW), scores
 
     def compare(ends: list[int], **options: Any) -> np.ndarray:
         tokens, scores = search_there(ends, **options)
         found = beam_search(
-            model, prompts, attention_mask=mask, max_new_tokens=NEW, num_beams=BEAMS,
-            eos_token_id=ends, pad_token_id=PAD, **options, **given,
-        )  # fmt: skip
+            model,
+            prompts,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            num_beams=BEAMS,
+            eos_token_id=ends,
+            pad_token_id=PAD,
+            **options,
+            **given,
+        )
         np.testing.assert_array_equal(found.tokens, tokens, err_msg=f"{ends} {options}")
         np.testing.assert_allclose(np.ravel(found.scores), scores, rtol=TOLERANCE)
         return tokens

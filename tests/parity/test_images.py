@@ -25,10 +25,12 @@ def load(path, entries):
 
 ODD = {"size": {"height": 20, "width": 30}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 FILES = [
-    *((kind, {}) for kind in ("ViT", "DeiT", "CLIP")), ("ViT", {"do_rescale": False, "size": 16}),
-    ("ViT", {**ODD, "resample": 3}), ("ViT", {"do_normalize": False, "rescale_factor": 0.01}),
+    *((kind, {}) for kind in ("ViT", "DeiT", "CLIP")),
+    ("ViT", {"do_rescale": False, "size": 16}),
+    ("ViT", {**ODD, "resample": 3}),
+    ("ViT", {"do_normalize": False, "rescale_factor": 0.01}),
     ("CLIP", {"size": 24, "crop_size": {"height": 16, "width": 20}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "entries"), FILES)
@@ -56,10 +58,12 @@ REFUSED = [
     ({"image_std": [0.5, 0, 0.5]}, "image_std=.*must be three positive numbers"),
     ({"rescale_factor": "1/255"}, "rescale_factor='1/255', but it must be a positive number"),
     ({"resample": "bicubic"}, "resample='bicubic', but it must be a filter of Pillow, from 0 to 5"),
-    *(({"size": x}, "size=.*, but it must be of integers from 1 to 4096")
-      for x in ({"height": 9, "width": 9.5}, True, [224, 224])),
+    *(
+        ({"size": x}, "size=.*, but it must be of integers from 1 to 4096")
+        for x in ({"height": 9, "width": 9.5}, True, [224, 224])
+    ),
     ({"do_center_crop": True, "crop_size": -1}, "crop_size=-1, but it must be of integers"),
-]  # fmt: skip
+]
 
 
 def test_files_that_are_not_supported_are_refused(tmp_path):

@@ -72,9 +72,13 @@ def tokens(directory, texts):
 def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
     model = models.load_stable_diffusion(directory[name])
     expected = pipeline[name](
-        TEXTS, negative_prompt=NEGATIVE, num_inference_steps=6, guidance_scale=scale,
-        latents=torch.tensor(LATENTS), output_type="np",
-    ).images  # fmt: skip
+        TEXTS,
+        negative_prompt=NEGATIVE,
+        num_inference_steps=6,
+        guidance_scale=scale,
+        latents=torch.tensor(LATENTS),
+        output_type="np",
+    ).images
     negative = None if scale == 1 else tokens(directory[name], NEGATIVE)
     ids = tokens(directory[name], TEXTS)
     options = {"num_steps": 6, "latents": jnp.asarray(LATENTS)}
@@ -130,8 +134,11 @@ def test_the_training_loss_and_its_gradients_equal_torchs(pipeline, directory):
     value, gradients = loss(model)
     # The same draws, by hand.
     keys = jax.random.split(key, 5)
-    draws = [jax.random.normal(keys[0], (2, 4, 8, 8)), jax.random.randint(keys[1], (2,), 0, 1000),
-             jax.random.normal(keys[2], (2, 4, 8, 8))]  # fmt: skip
+    draws = [
+        jax.random.normal(keys[0], (2, 4, 8, 8)),
+        jax.random.randint(keys[1], (2,), 0, 1000),
+        jax.random.normal(keys[2], (2, 4, 8, 8)),
+    ]
     drawn, timesteps, noise = (torch.tensor(np.asarray(x)) for x in draws)
     found = there.vae.encode(torch.tensor(images)).latent_dist
     clean = there.vae.config.scaling_factor * (found.mean + found.std * drawn)
@@ -170,13 +177,14 @@ SETTINGS = [
     ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "trailing"}, 3),
     ("PNDMScheduler", {"skip_prk_steps": True}, 1),
     ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "linspace", **COSINE}, 9),
-]  # fmt: skip
+]
 
 
 def model_of(xp):
     """A stand-in for the network, which mixes channels and depends on the timestep."""
-    return lambda x, t: xp.tanh(xp.einsum("bchw,dc->bdhw", x, MIXING if xp is jnp else torch.tensor(MIXING))
-                                * (0.5 + t / 700))  # fmt: skip
+    return lambda x, t: xp.tanh(
+        xp.einsum("bchw,dc->bdhw", x, MIXING if xp is jnp else torch.tensor(MIXING)) * (0.5 + t / 700)
+    )
 
 
 def theirs(name, options, num_steps, eta=0.0):

@@ -72,7 +72,7 @@ SOURCES: dict[str, tuple[Any, bool]] = {
     "grain iterator": (lambda: iter(grain_dataset(0)), False),
     "loader": (lambda: torch_loader, False),
     "stateful loader": (lambda: functools.partial(torch_loader, kind=StatefulDataLoader), True),
-}  # fmt: skip
+}
 
 
 def epochs_of(stream: rx.Stream, collate: Any = collate) -> Epochs:

@@ -251,9 +251,13 @@ def test_the_warning_says_how_much_and_lists_the_largest():
 
 def test_what_tensor_cannot_split_is_stored_split():
     config = models.OPTConfig(
-        vocab_size=50257, hidden_size=9216, ffn_dim=36864, num_hidden_layers=4, num_attention_heads=72,
+        vocab_size=50257,
+        hidden_size=9216,
+        ffn_dim=36864,
+        num_hidden_layers=4,
+        num_attention_heads=72,
         word_embed_proj_dim=9216,
-    )  # fmt: skip
+    )
     for stacked in (True, False):
         make = partial(models.OPTForCausalLM, config, stacked=stacked, key=jax.random.key(0))
         explanation = rx.explain(eqx.filter_eval_shape(make), abstract_mesh(data=4, tensor=16))

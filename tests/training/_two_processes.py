@@ -122,10 +122,13 @@ def run(mesh, examples, **arguments):
     model = rx.init_model(lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0))
     model = jax.tree.map(jnp.zeros_like, model)
     return rx.fit(
-        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), examples,
+        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)),
+        examples,
         loss_fn=lambda model, batch, key: jnp.mean(batch) + 0 * jnp.sum(model.weight + model.bias),
-        optimizer=OPTIMIZER, batch_size=8, **{"collate_fn": as_floats, "loggers": (), **arguments},
-    )[0]  # fmt: skip
+        optimizer=OPTIMIZER,
+        batch_size=8,
+        **{"collate_fn": as_floats, "loggers": (), **arguments},
+    )[0]
 
 
 # One that is left in the middle of an epoch of a stream, and gone on with.
@@ -166,9 +169,15 @@ def clocks(step, row):
 training.__dict__["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
 examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
 state = run(
-    MESHES["mixed"], examples, hook=deciding, num_steps=10, log_every=2, checkpoints=directory / "run",
-    collate_fn=slow, loggers=[clocks],
-)  # fmt: skip
+    MESHES["mixed"],
+    examples,
+    hook=deciding,
+    num_steps=10,
+    log_every=2,
+    checkpoints=directory / "run",
+    collate_fn=slow,
+    loggers=[clocks],
+)
 params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
 results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
 

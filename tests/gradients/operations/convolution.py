@@ -10,17 +10,29 @@ from gradients.operations._registry import either, one_of, operation
 MAX_CHANNELS = 32
 
 GEOMETRY: dict[str, Any] = {
-    "size": one_of(3, 1, 2), "stride": one_of(1, 2), "padding": one_of("same", "valid", "wide"),
-    "lhs_dilation": one_of(1, 2), "rhs_dilation": one_of(1, 2), "channels_first": either,
-}  # fmt: skip
+    "size": one_of(3, 1, 2),
+    "stride": one_of(1, 2),
+    "padding": one_of("same", "valid", "wide"),
+    "lhs_dilation": one_of(1, 2),
+    "rhs_dilation": one_of(1, 2),
+    "channels_first": either,
+}
 GROUPS = one_of(1, "depthwise", 2, 4)
 WIDTH = one_of(1, 2, 4, 8)
 
 
 def convolve(
-    x, kernel, *, groups=1, batch_groups=1, stride=1, padding="same", lhs_dilation=1, rhs_dilation=1,
+    x,
+    kernel,
+    *,
+    groups=1,
+    batch_groups=1,
+    stride=1,
+    padding="same",
+    lhs_dilation=1,
+    rhs_dilation=1,
     channels_first=False,
-):  # fmt: skip
+):
     """`x` `(batch, *spatial, in)` with `kernel` `(*window, in / groups, out)`."""
     rank = x.ndim - 2
     letters = "HW"[:rank]

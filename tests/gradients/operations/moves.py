@@ -7,15 +7,22 @@ from gradients.operations._registry import either, mixed, one_of, operation, row
 AXIS = one_of(1, 2, 0)
 
 
-@operation("moves", how=one_of("max", "mean", "min"), size=one_of(2, 3), stride=one_of(2, 1),
-           padding=one_of("SAME", "VALID"))  # fmt: skip
+@operation(
+    "moves",
+    how=one_of("max", "mean", "min"),
+    size=one_of(2, 3),
+    stride=one_of(2, 1),
+    padding=one_of("SAME", "VALID"),
+)
 def pool(weight, x, index, *, how, size, stride, padding):
     x = x * weight("scale", x.shape[-1])
     rank = x.ndim - 2
     windows, strides = (1, *(min(size, n) for n in x.shape[1:-1]), 1), (1, *[stride] * rank, 1)
     start, reduce = {
-        "mean": (0.0, jax.lax.add), "max": (-jnp.inf, jax.lax.max), "min": (jnp.inf, jax.lax.min),
-    }[how]  # fmt: skip
+        "mean": (0.0, jax.lax.add),
+        "max": (-jnp.inf, jax.lax.max),
+        "min": (jnp.inf, jax.lax.min),
+    }[how]
     return jax.lax.reduce_window(x, start, reduce, windows, strides, padding)
 
 
@@ -88,8 +95,9 @@ def top_k(weight, x, index, *, k, along):
     return jnp.swapaxes(jax.lax.top_k(x, min(k, x.shape[-1]))[0], -1, 1)
 
 
-@operation("moves", scaled, how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"), axis=AXIS,
-           reverse=either)  # fmt: skip
+@operation(
+    "moves", scaled, how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"), axis=AXIS, reverse=either
+)
 def cumulative(weight, x, index, *, how, axis, reverse):
     return getattr(jax.lax, how)(1 + 0.1 * x if how == "cumprod" else x, axis=axis, reverse=reverse)
 
