@@ -17,31 +17,23 @@ from redco_eqx.models._files.names import entries_of
 
 VOCABULARY, LENGTH, SIDE = 64, 8, 8
 
+# The scaling of LLaMA 3.1, by a shorter text.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _GPT = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
 _HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_OPT = {
-    "model_type": "opt",
-    **_HIDDEN,
-    "vocab_size": VOCABULARY,
-    "ffn_dim": 64,
-    "max_position_embeddings": 16,
-}
-_LLAMA = {
-    **_HIDDEN,
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 48,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
-_BERT = {
-    "model_type": "bert",
-    **_HIDDEN,
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 64,
-    "max_position_embeddings": 20,
-}
+_TEXT = {**_HIDDEN, "vocab_size": VOCABULARY}
+_OPT = {"model_type": "opt", **_TEXT, "ffn_dim": 64, "max_position_embeddings": 16}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+_LLAMA = {"model_type": "llama", **_TEXT, **_HEADS, "intermediate_size": 48}
+_WINDOW = {**_LLAMA, "sliding_window": 3}
+_BERT = {"model_type": "bert", **_TEXT, "intermediate_size": 64, "max_position_embeddings": 20}
+_ROBERTA = {**_BERT, "model_type": "roberta"}
 _VIT = {"model_type": "vit", **_HIDDEN, "intermediate_size": 64, "image_size": SIDE, "patch_size": 4}
 _T5 = {
     "model_type": "t5",
@@ -55,44 +47,34 @@ _T5 = {
     "relative_attention_max_distance": 10,
 }
 
+
+def _like(base: dict[str, Any], model_type: str, **changes: Any) -> dict[str, Any]:
+    return {**base, "model_type": model_type, **changes}
+
+
 DECODERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", **_GPT},
-    "gptj": {"model_type": "gptj", "rotary_dim": 4, **_GPT},
-    "gpt_neox": {**_HIDDEN, "model_type": "gpt_neox", "vocab_size": VOCABULARY, "intermediate_size": 64},
+    "gpt2": _like(_GPT, "gpt2"),
+    "gptj": _like(_GPT, "gptj", rotary_dim=4),
+    "gpt_neox": _like(_TEXT, "gpt_neox", intermediate_size=64),
     "opt_125m": _OPT,
     "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "llama": _LLAMA,
-    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 3},
-    "qwen2": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {**_LLAMA, "model_type": "qwen3"},
-    "olmo2": {**_LLAMA, "model_type": "olmo2"},
-    "gemma2": {**_LLAMA, "model_type": "gemma2", "sliding_window": 3},
-    "gemma3": {
-        **_LLAMA,
-        "model_type": "gemma3_text",
-        "sliding_window": 3,
-        "sliding_window_pattern": 2,
-        "final_logit_softcapping": 2.0,
-    },
-    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": 3},
-    "qwen3_moe": {
-        **_LLAMA,
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-    },
-    "phi3": {**_LLAMA, "model_type": "phi3", "attention_bias": True},
-    "smollm3": {**_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False},
+    "mistral": _like(_WINDOW, "mistral"),
+    "qwen2": _like(_LLAMA, "qwen2", tie_word_embeddings=True),
+    "qwen3": _like(_LLAMA, "qwen3"),
+    "olmo2": _like(_LLAMA, "olmo2"),
+    "gemma2": _like(_WINDOW, "gemma2"),
+    "gemma3": _like(_WINDOW, "gemma3_text", sliding_window_pattern=2, final_logit_softcapping=2.0),
+    "mixtral": _like(_WINDOW, "mixtral", num_local_experts=4),
+    "qwen3_moe": _like(_LLAMA, "qwen3_moe", moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3),
+    "phi3": _like(_LLAMA, "phi3", attention_bias=True),
+    "smollm3": _like(_LLAMA, "smollm3", no_rope_layer_interval=2, tie_word_embeddings=False),
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "t5": _T5,
-    "t5_gated": {
-        **_T5,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-        "scale_decoder_outputs": False,
-    },
+    "t5_gated": _like(
+        _T5, "t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False, scale_decoder_outputs=False
+    ),
     "bart": {
         "model_type": "bart",
         "vocab_size": VOCABULARY,
@@ -108,24 +90,18 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "bert_masked": {**_BERT, "architectures": ["BertForMaskedLM"]},
     "bert_labels": {**_BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 4},
-    "roberta_masked": {**_BERT, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
-    "roberta_labels": {
-        **_BERT,
-        "model_type": "roberta",
-        "architectures": ["RobertaForSequenceClassification"],
-        "num_labels": 1,
-    },
-    "clip": {**_BERT, "model_type": "clip_text_model"},
+    "roberta_masked": {**_ROBERTA, "architectures": ["RobertaForMaskedLM"]},
+    "roberta_labels": {**_ROBERTA, "architectures": ["RobertaForSequenceClassification"], "num_labels": 1},
+    "clip": _like(_BERT, "clip_text_model"),
     "vit_labels": {**_VIT, "architectures": ["ViTForImageClassification"], "num_labels": 4},
     "vit_gpt2": {"model_type": "vision-encoder-decoder", "encoder": _VIT, "decoder": DECODERS["gpt2"]},
 }
+_STAGES = {"block_out_channels": [16, 32], "layers_per_block": 1, "norm_num_groups": 8}
 IMAGES: dict[str, dict[str, Any]] = {
     "unet": {
         "_class_name": "UNet2DConditionModel",
-        "block_out_channels": [16, 32],
-        "layers_per_block": 1,
+        **_STAGES,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-        "norm_num_groups": 8,
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
         "cross_attention_dim": 24,
         "attention_head_dim": 4,
@@ -133,10 +109,8 @@ IMAGES: dict[str, dict[str, Any]] = {
     },
     "vae": {
         "_class_name": "AutoencoderKL",
-        "block_out_channels": [16, 32],
-        "layers_per_block": 1,
+        **_STAGES,
         "down_block_types": ["DownEncoderBlock2D"] * 2,
-        "norm_num_groups": 8,
         "up_block_types": ["UpDecoderBlock2D"] * 2,
     },
 }
@@ -197,9 +171,8 @@ def inputs(name: str, num_rows: int = 2) -> tuple[jax.Array, ...]:
     text, written = jnp.asarray(generator.integers(2, VOCABULARY, (2, num_rows, LENGTH)), jnp.int32)
     if name == "vae":
         return (jnp.asarray(generator.uniform(-1, 1, (num_rows, 3, SIDE, SIDE)), jnp.float32),)
-    image, latent = (
-        jnp.asarray(generator.normal(size=(num_rows, size, SIDE, SIDE)), jnp.float32) for size in (3, 4)
-    )
+    sizes = ((num_rows, channels, SIDE, SIDE) for channels in (3, 4))
+    image, latent = (jnp.asarray(generator.normal(size=size), jnp.float32) for size in sizes)
     if name in IMAGES:
         times = jnp.asarray(generator.integers(0, 1000, num_rows), jnp.int32)
         return latent, times, jnp.asarray(generator.normal(size=(num_rows, 7, 24)), jnp.float32)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import table_data
 import text_tables
+import tiny_models
 import transformers
 from classification_regression import main as example
 from glue import main as glue
@@ -125,17 +126,9 @@ def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
     names = ["input_ids", "attention_mask"]
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
     tokenizer.save_pretrained(tmp_path)
-    config = models.RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        type_vocab_size=1,
-        initializer_range=0.1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 1}
+    sizes |= {"max_position_embeddings": 40, "type_vocab_size": 1, "pad_token_id": tokenizer.pad_token_id}
+    config = tiny_models.abstract("roberta_masked", initializer_range=0.1, **sizes).config
     models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)
     flags += ["--task", "regression", "--label", "score", "--model", str(tmp_path), "--rate", "2e-3"]
     scores, linear = glue.main(flags)["regression"]

@@ -40,9 +40,7 @@ def coco(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_it_learns_more_than_the_commonest_caption_and_then_from_a_directory_in_the_form_of_coco(
-    coco, tmp_path
-):
+def test_it_learns_more_than_the_commonest_caption_and_then_from_a_directory_in_cocos_form(coco, tmp_path):
     flags = ["--output", str(tmp_path), "--checkpoints", str(tmp_path / "checkpoints"), "--epochs", "4"]
     scores, baseline = example.main([*TINY, *flags])["BLEU"]
     assert len(scores) == 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import text_data
 import text_tables
+import tiny_models
 import transformers
 from language_modeling import generate
 from language_modeling import main as example
@@ -162,15 +163,8 @@ def test_an_adapted_model_nears_the_fully_trained_one_and_is_a_plain_checkpoint(
 
 def test_a_model_of_ones_own_is_tuned_on_data_of_ones_own(run, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
-    config = models.OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-    )
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": 128}
+    config = tiny_models.abstract("opt_125m", **sizes).config
     models.save_pretrained(models.OPTForCausalLM(config, key=jax.random.key(0)), tmp_path)
     tokenizer.save_pretrained(tmp_path)
     sums = [{"instruction": "Add.", "input": f"{i} + 1", "output": f"the sum is {i + 1}"} for i in range(40)]

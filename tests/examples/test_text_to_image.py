@@ -55,30 +55,9 @@ def test_a_directory_is_fine_tuned_on_a_folder_of_pictures(digits, tmp_path, cap
         pixels[:, :, i % 3] = 255
         PIL.Image.fromarray(pixels).save(folder / f"{i}.png")
     flags = ["--model", str(directory), "--data", str(folder), "--prompt", "the number", "--class-prompt", "a"]
-    results = example.main(
-        [
-            *flags,
-            "--class-images",
-            "8",
-            "--batch-size",
-            "8",
-            "--epochs",
-            "20",
-            "--rate",
-            "1e-3",
-            "--steps",
-            "2",
-            "--sample",
-            "the number",
-            "a three",
-            "--picture",
-            str(tmp_path / "samples.png"),
-            "--tensor",
-            "1",
-            "--output",
-            str(tmp_path / "tuned"),
-        ]
-    )
+    flags += ["--class-images", "8", "--batch-size", "8", "--epochs", "20", "--rate", "1e-3", "--steps", "2"]
+    flags += ["--sample", "the number", "a three", "--picture", str(tmp_path / "samples.png"), "--tensor", "1"]
+    results = example.main([*flags, "--output", str(tmp_path / "tuned")])
     after, before = results["loss"]
     assert after < 0.9 * before
     assert PIL.Image.open(tmp_path / "samples.png").size == (10, 20)

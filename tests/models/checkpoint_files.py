@@ -16,14 +16,7 @@ SIZE, VOCABULARY, LAYERS = 64, 128, 2  # so that some arrays are above the size 
 
 CONFIGS = {
     **{family: tiny_models.CONFIGS[family] for family in ("opt_125m", "gptj")},
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": SIZE,
-        "n_layer": LAYERS,
-        "n_head": 4,
-        "vocab_size": VOCABULARY,
-        "n_positions": 8,
-    },
+    "gpt2": {**tiny_models.CONFIGS["gpt2"], "n_embd": SIZE, "vocab_size": VOCABULARY, "n_positions": 8},
     "llama": {**tiny_models.CONFIGS["llama"], "hidden_size": SIZE, "vocab_size": VOCABULARY},
 }
 

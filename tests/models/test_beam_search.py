@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import in_long
-from test_generate import NEW, PAD, ROWS, greedy, log_probabilities, model_of, padded
+from test_generate import NEW, OPTIONS, PAD, ROWS, greedy, log_probabilities, model_of, padded
 from tiny_models import VOCABULARY, telling
 
 from redco_eqx.models import beam_search
@@ -22,24 +22,15 @@ def test_one_beam_is_greedy():
     model, (ids, mask), texts = model_of("mistral"), padded("left"), greedy("mistral")
     end = int(texts[0, 4])
     ended = np.cumsum(texts == end, axis=1) - (texts == end) > 0
+    options: Any = {**OPTIONS, "eos_token_id": end, "num_beams": 1, "early_stopping": "never"}
     for penalty in (0.0, 3.0):
-        found = beam_search(
-            model,
-            ids,
-            attention_mask=mask,
-            num_beams=1,
-            early_stopping="never",
-            length_penalty=penalty,
-            max_new_tokens=NEW,
-            eos_token_id=end,
-            pad_token_id=PAD,
-        )
+        found = beam_search(model, ids, attention_mask=mask, length_penalty=penalty, **options)
         np.testing.assert_array_equal(found.tokens[:, 0], np.where(ended, PAD, texts))
 
 
 def test_a_row_without_tokens_harms_no_other():
     model, (ids, mask) = model_of("mistral"), padded("left")
-    options: Any = {"max_new_tokens": NEW, "num_beams": BEAMS, "eos_token_id": range(12), "pad_token_id": PAD}
+    options: Any = {**OPTIONS, "num_beams": BEAMS, "eos_token_id": range(12)}
     found = beam_search(model, np.where(mask == 1, ids, -100), attention_mask=mask, **options)
     mask[1] = 0
     gap = beam_search(model, ids, attention_mask=mask, **options)
@@ -56,15 +47,7 @@ def test_a_score_in_low_precision_is_what_the_model_says_of_the_text(name, dtype
     """To the rounding of its dtype, with the cache and without; scores are summed in float32 always."""
     model = telling(name, dtype=dtype)
     ids, mask = padded("right") if name != "mistral" else (ROWS, np.ones_like(ROWS))
-    found = beam_search(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW,
-        num_beams=BEAMS,
-        length_penalty=0.7,
-        eos_token_id=(),
-    )
+    found = beam_search(model, ids, attention_mask=mask, num_beams=BEAMS, length_penalty=0.7, **OPTIONS)
     assert found.scores.dtype == np.float32
     assert (np.diff(found.scores, axis=1) <= 0).all()
     source, before = [], np.repeat(ids, BEAMS, 0)

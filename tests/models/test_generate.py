@@ -358,6 +358,7 @@ def test_the_cache_is_there_once():
 # Bad input.
 
 IMAGES = {"inputs": np.ones((4, 3, 8, 8), np.float32), "attention_mask": np.ones((4, 64))}
+PADDED = {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])}
 BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"max_new_tokens": 0}, r"max_new_tokens=0.*at least 1"),
     ("all", {"inputs": np.ones((4, PROMPT), np.float32)}, r"inputs has dtype float32"),
@@ -367,11 +368,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"inputs": np.full((4, 6), VOCABULARY)}, r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63"),
     ("all", {"attention_mask": np.ones((4, 7))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
     ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
-    (
-        "all",
-        {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])},
-        r"inputs\[0, 1\] is -2, but",
-    ),
+    ("all", PADDED, r"inputs\[0, 1\] is -2, but"),
     ("gpt2", {"max_new_tokens": NEW + 1}, "a prompt of 6 and max_new_tokens=9.*14 positions"),
     ("gpt2", {"decoder_input_ids": np.ones((4, 1), np.int32)}, "decoder_input_ids is for models with an enc"),
     ("bart", {"max_new_tokens": 16}, "a prompt of 1 and max_new_tokens=16.*16 positions"),
@@ -412,8 +409,6 @@ def test_bad_input_is_refused_before_compilation():
             with pytest.raises(ValueError, match=f"early_stopping={value!r}, but it must be True, False or"):
                 check_options(2, 1.0, value)  # by `beam_search`, whose annotation is checked before it here
         for value in ("5", [5.0], True, 64, (3, -1)):
-            with pytest.raises(
-                ValueError, match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or several"
-            ):
+            with pytest.raises(ValueError, match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or sev"):
                 special_tokens("generate", models["gpt2"], value, None)
     assert not compiled

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from checkpoint_files import LAYERS, SINGLE, in_file_form, make_arrays, write
 from fit_helpers import assert_same
-from helpers import filled, in_long
+from helpers import in_long
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
-from tiny_models import ENCODERS, VOCABULARY, abstract, loss_fn, make, shapes
+from tiny_models import ENCODERS, VOCABULARY, abstract, loss_fn, make
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -146,18 +146,7 @@ def test_older_spellings(tmp_path):
 
 def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(tmp_path, recwarn):
     """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow any other."""
-    raw = {
-        "model_type": "roberta",
-        "architectures": ["RobertaForMaskedLM"],
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "pad_token_id": 1,
-        "max_position_embeddings": 40,
-    }
-    save_pretrained(filled(shapes(raw), jnp.float32, 0), tmp_path)
+    save_pretrained(make("roberta_masked", hidden_size=64), tmp_path)
     mesh = rx.make_mesh(tensor=4)
     model = load_pretrained(tmp_path, mesh)
     assert not [x for x in recwarn if issubclass(x.category, rx.errors.ShardingWarning)]

@@ -144,21 +144,20 @@ def rename(old, new):
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
     saved(tmp_path / "whole")
-    for i, (change, message) in enumerate(
-        [
-            (edit(bias="all"), "bias='all' is not supported, only 'none'.*merge_and_unload"),
-            (edit(init_lora_weights="loftq"), "init_lora_weights='loftq' is not supported, only True or"),
-            (edit(use_rslora="yes"), "use_rslora='yes' is not supported, only True"),
-            (edit(of_next_year={"x": 1}), "of_next_year={'x': 1} is not supported. The logits would be"),
-            (edit(r=0), "r=0, but it must be a positive integer"),
-            (edit(r=2.5), "r=2.5, but it must be a positive integer"),
-            (edit(lora_alpha="8"), "lora_alpha='8', but it must be a positive number"),
-            (edit(r=2), r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]"),
-            (rename("q_proj", "w_q"), r"no projections named \['model\.layers\.0\.self_attn\.w_q"),
-            (rename("lora_A", "lora_C"), "are not LoRA's: base_model"),
-            (rename("layers.1.mlp", "layers.7.mlp"), r"layers\.[17]\.mlp\.down_proj"),
-        ]
-    ):
+    cases = [
+        (edit(bias="all"), "bias='all' is not supported, only 'none'.*merge_and_unload"),
+        (edit(init_lora_weights="loftq"), "init_lora_weights='loftq' is not supported, only True or"),
+        (edit(use_rslora="yes"), "use_rslora='yes' is not supported, only True"),
+        (edit(of_next_year={"x": 1}), "of_next_year={'x': 1} is not supported. The logits would be"),
+        (edit(r=0), "r=0, but it must be a positive integer"),
+        (edit(r=2.5), "r=2.5, but it must be a positive integer"),
+        (edit(lora_alpha="8"), "lora_alpha='8', but it must be a positive number"),
+        (edit(r=2), r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]"),
+        (rename("q_proj", "w_q"), r"no projections named \['model\.layers\.0\.self_attn\.w_q"),
+        (rename("lora_A", "lora_C"), "are not LoRA's: base_model"),
+        (rename("layers.1.mlp", "layers.7.mlp"), r"layers\.[17]\.mlp\.down_proj"),
+    ]
+    for i, (change, message) in enumerate(cases):
         directory = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", directory)
         change(directory)

@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 from helpers import assert_refused
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, LLAMA3
 
 from redco_eqx.models import GPT2Config, GPTJConfig, LlamaConfig
 from redco_eqx.models._blocks.positions import Rope
 from redco_eqx.models._families.registry import FAMILIES, PARTS, read_family
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8,
-    "low_freq_factor": 1,
-    "high_freq_factor": 4,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
 
 
@@ -137,10 +130,7 @@ REFUSED = [
     *(({"model_type": kind, "rope_scaling": "x"}, "rope_scaling='x'") for kind in ("llama", "gemma3_text")),
     (rope(rope_type="linear", factor="2"), "factor='2', but it must be a positive number"),
     ({"model_type": "mistral", "rope_theta": 0}, "rope_theta=0, but it must be a positive"),
-    (
-        rope(rope_type="llama3", factor=2),
-        "needs low_freq_factor, high_freq_factor, original_max_position_embed",
-    ),
+    (rope(rope_type="llama3", factor=2), "needs low_freq_factor, high_freq_factor, original_max_position_emb"),
     (rope(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ({"model_type": "gpt2", "activation_function": "mish"}, "activation_function='mish'"),
     ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_embd=30 .* n_head=4"),
@@ -160,10 +150,7 @@ REFUSED = [
     # With an encoder.
     (changed("t5", feed_forward_proj="gated-step"), "feed_forward_proj='gated-step' is not supported"),
     (changed("t5", dense_act_fn="silu"), "{'dense_act_fn': 'silu'}, but feed_forward_proj='relu' means"),
-    (
-        changed("smollm3", layer_types=["sliding_attention"] * 2),
-        "layer_types=.* must be full_attention for each",
-    ),
+    (changed("smollm3", layer_types=["sliding_attention"] * 2), "layer_types=.* must be full_attention for"),
     (changed("bart", decoder_attention_heads=5), "d_model=32 is not a .* of decoder_attention_heads=5"),
     (changed("bert_labels", num_labels=0), r"num_labels=0, but it must be an integer from 1 to 2\*\*20"),
     (changed("bert_labels", id2label={"1": "a"}, num_labels=None), "must name the labels from 0 on"),
@@ -173,10 +160,7 @@ REFUSED = [
     (changed("vit_gpt2", encoder=None), "encoder: model_type=None is not supported, only 'vit'"),
     # Of images.
     ({"_class_name": "UNet1DModel"}, "_class_name='UNet1DModel' is not known"),
-    (
-        changed("unet", down_block_types=["Attn"] * 2),
-        "down_.*must be 2 .* of DownBlock2D, CrossAttnDownBlock2D",
-    ),
+    (changed("unet", down_block_types=["Attn"] * 2), "down_.*be 2 .* of DownBlock2D, CrossAttnDownBlock2D"),
     (changed("vae", block_out_channels=[32, 64, 64]), "down_block_types=.* it must be 3"),
     (changed("unet", norm_num_groups=5), "16 of block_out_channels .*norm_num_groups=5"),
     (changed("unet", attention_head_dim=[4, 7]), "the number of heads.* 32 .* of 7"),
@@ -197,11 +181,9 @@ def test_what_is_not_supported_is_refused():
 
 
 def test_a_configuration_made_by_hand_is_checked_too():
-    assert_refused(
-        lambda kind, entries: kind(**entries),
-        (
-            (GPT2Config, {"n_embd": 30, "n_head": 4}, "GPT2Config: n_embd=30 is not a multiple of n_head=4"),
-            (LlamaConfig, {"hidden_act": "mish"}, "LlamaConfig: hidden_act='mish' is not supported"),
-            (GPTJConfig, {"rotary_dim": 7}, "GPTJConfig: rotary_dim=7"),
-        ),
+    cases = (
+        (GPT2Config, {"n_embd": 30, "n_head": 4}, "GPT2Config: n_embd=30 is not a multiple of n_head=4"),
+        (LlamaConfig, {"hidden_act": "mish"}, "LlamaConfig: hidden_act='mish' is not supported"),
+        (GPTJConfig, {"rotary_dim": 7}, "GPTJConfig: rotary_dim=7"),
     )
+    assert_refused(lambda kind, entries: kind(**entries), cases)

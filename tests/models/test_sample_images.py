@@ -34,12 +34,9 @@ def alone():
 
 def batch_of(num=8):
     random = np.random.default_rng(0)
-    images, tokens = random.uniform(-1, 1, (num, 3, 8, 8)), random.integers(0, 64, (num, LENGTH))
-    return {
-        "images": np.float32(images),
-        "tokens": np.int32(tokens),
-        "empty": np.full_like(tokens, 31, np.int32),
-    }
+    images = random.uniform(-1, 1, (num, 3, 8, 8)).astype(np.float32)
+    tokens = random.integers(0, 64, (num, LENGTH)).astype(np.int32)
+    return {"images": images, "tokens": tokens, "empty": np.full_like(tokens, 31)}
 
 
 def loss_fn(model, batch, key):
@@ -110,15 +107,10 @@ def test_other_dtypes_sizes_and_a_rescaled_scheduler_are_taken(saved):
     options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     scheduler = models.DDPMScheduler(prediction_type="v_prediction", **options)
     model = dataclasses.replace(half, scheduler=scheduler)
-    ids, latents = jnp.asarray(batch_of(2)["tokens"]), np.random.default_rng(0).normal(size=(2, 4, 2, 6))
-    found = models.sample_images(
-        model,
-        ids,
-        latents=jnp.asarray(latents, jnp.bfloat16),
-        guidance_scale=1.0,
-        num_steps=2,
-        key=jax.random.key(0),
-    )
+    ids = jnp.asarray(batch_of(2)["tokens"])
+    latents = jax.random.normal(jax.random.key(0), (2, 4, 2, 6), jnp.bfloat16)
+    given: Any = {"latents": latents, "guidance_scale": 1.0, "num_steps": 2, "key": jax.random.key(0)}
+    found = models.sample_images(model, ids, **given)
     assert (found.shape, found.dtype) == ((2, 3, 4, 12), jnp.bfloat16)
     assert jnp.isfinite(found).all()
 

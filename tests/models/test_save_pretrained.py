@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import INDEX, SINGLE, in_file_form, make_arrays, on_all, shapes_of, write
-from fit_helpers import assert_identical, assert_same, raised
+from fit_helpers import assert_identical, assert_same, bits, raised
 from helpers import in_long
 from hosts import harness
 from huggingface_hub import ModelCard
@@ -164,10 +164,6 @@ def foreign(directory):
     return {key: contents[name][key] for key, name in weight_map.items()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(one[key].tobytes() == other[key].tobytes() for key in one)
-
-
 def entries(config):
     return {name: x for name, x in vars(config).items() if name not in ("rest", "source")}
 
@@ -200,8 +196,8 @@ SAVES = [
 @pytest.mark.parametrize(("before", "after", "config", "error"), SAVES)
 def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, before, after, config, error):
     old, new = old_and_new[0], old_and_new[1 if config == "same config" else 2]
-    wanted = {"old": in_file_form(old), "new": in_file_form(new)}
-    configs = {"old": old.config, "new": new.config}
+    both = {"old": old, "new": new}
+    wanted = {name: in_file_form(one) for name, one in both.items()}
     seen, at, num_calls = [], 0, 0
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # counted below; the disk is not what is tested
     save_pretrained(old, tmp_path / "old", max_shard_bytes=before)
@@ -217,9 +213,9 @@ def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, b
                 stopped = True
         num_calls = len(made)
         model = load_pretrained(directory)
-        (which,) = [name for name, arrays in wanted.items() if same(in_file_form(model), arrays)]
-        assert entries(model.config) == entries(configs[which])
-        assert same(foreign(directory), wanted[which])
+        (which,) = [name for name, arrays in wanted.items() if bits(in_file_form(model)) == bits(arrays)]
+        assert entries(model.config) == entries(both[which].config)
+        assert_same(foreign(directory), wanted[which])
         seen.append(which)
         # Whatever was left, the next save ends with its own files alone.
         save_pretrained(old, directory, max_shard_bytes=after)
@@ -227,7 +223,7 @@ def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, b
         shards = {name for name in left if re.fullmatch(r"model(-2)?-\d{5}-of-\d{5}\.safetensors", name)}
         assert left - shards == {"config.json", "tokenizer.json", SINGLE if after == ONE else INDEX}
         assert len(shards) == {ONE: 0, SEVERAL: 2, MORE: 3}[after]
-        assert same(foreign(directory), wanted["old"])
+        assert_same(foreign(directory), wanted["old"])
         assert (directory / "config.json").read_bytes() == (tmp_path / "old" / "config.json").read_bytes()
         if not stopped:
             break
@@ -291,9 +287,7 @@ def test_links_are_copied_only_from_the_checkpoint_and_the_hubs_cache(tmp_path):
     for name in ("special_tokens.json", "generation_config.json"):
         (snapshot / name).symlink_to(secret)
         model = load_pretrained(snapshot)
-        with pytest.raises(
-            ValueError, match=rf"{name} is a link to .*secret\.json, but only links to files of"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is a link to .*secret\.json, but only links to files"):
             save_pretrained(model, tmp_path / "newer")
         assert not (tmp_path / "newer").exists()
         (snapshot / name).unlink()

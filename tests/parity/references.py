@@ -14,21 +14,14 @@ VOCABULARY = 96
 # Entries of `tiny_models` that differ here: longer texts, more layers, widths that are no multiples.
 LARGER = {
     "vocab_size": VOCABULARY,
-    "n_positions": 48,
-    "max_position_embeddings": 48,
+    **dict.fromkeys(("n_positions", "max_position_embeddings"), 48),
     "image_size": 16,
-    "n_layer": 3,
-    "num_hidden_layers": 3,
-    "num_layers": 3,
-    "encoder_layers": 3,
+    **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "encoder_layers"), 3),
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "decoder_attention_heads": 8,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "encoder_ffn_dim": 48,
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "d_ff"), 48),
     "decoder_ffn_dim": 40,
-    "d_ff": 48,
     "d_kv": 6,  # times the heads, not the width of the stream
     "relative_attention_max_distance": 12,
     "num_experts": 6,
@@ -43,13 +36,6 @@ def larger(raw: dict[str, Any]) -> dict[str, Any]:
     return {k: larger(x) if isinstance(x, dict) else LARGER.get(k, x) for k, x in entries.items()}
 
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _SCALED = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 0.5, "beta_slow": 0.05}
 _SWAPPED = {"beta_fast": 0.05, "beta_slow": 0.5, "partial_rotary_factor": 0.75}
@@ -165,7 +151,7 @@ DECODERS = {
     "llama_linear": _llama(  # with all that a LLaMA may have besides
         {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, rope_type="linear", factor=2.0
     ),
-    "llama_llama3": _llama({"tie_word_embeddings": True}, **_LLAMA3, rope_theta=500.0),
+    "llama_llama3": _llama({"tie_word_embeddings": True}, **tiny_models.LLAMA3, rope_theta=500.0),
     "llama_yarn": _llama({}, **_YARN, rope_theta=500.0),
     "llama_yarn_scaled": _llama({}, **_YARN, **_SCALED, rope_theta=500.0),
     "mistral": _decoder("mistral", sliding_window=7),

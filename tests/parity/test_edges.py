@@ -80,14 +80,8 @@ def edit(directory, **entries):
 
 def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
     text = {**REFERENCES["clip_text"].options}
-    vision = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "image_size": 8,
-        "patch_size": 4,
-    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision |= {"image_size": 8, "patch_size": 4}
     whole = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     whole.save_pretrained(tmp_path)
     assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "clip"

@@ -13,6 +13,7 @@ from redco_eqx.models import beam_search, generate, load_pretrained
 
 NEW, BEAMS, PAD = 12, 4, 5
 PENALTIES = (-1.0, 0.5, 2.0)
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": PAD}
 
 
 @pytest.fixture
@@ -43,23 +44,16 @@ def prompts_of(name: str, padding: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def expected_of(
-    there: Any, prompts: np.ndarray, mask: np.ndarray | None, num_before: int, **options: Any
+    there: Any, prompts: np.ndarray, mask: np.ndarray | None, num_before: int, **more: Any
 ) -> tuple[np.ndarray, Any]:
     """New tokens `(batch * sequences, NEW)` by transformers, and their scores if it gives them."""
     if prompts.ndim == 4:
-        options["pixel_values"] = torch.tensor(prompts)
+        more["pixel_values"] = torch.tensor(prompts)
     else:
         mask = np.ones_like(prompts) if mask is None else mask
-        options["input_ids"], options["attention_mask"] = (torch.tensor(x).long() for x in (prompts, mask))
-    there.generation_config.eos_token_id = options.pop("eos_token_id", None)
-    found = there.generate(
-        max_new_tokens=NEW,
-        do_sample=False,
-        pad_token_id=PAD,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
+        more["input_ids"], more["attention_mask"] = (torch.tensor(x).long() for x in (prompts, mask))
+    there.generation_config.eos_token_id = more.pop("eos_token_id", None)
+    found = there.generate(do_sample=False, return_dict_in_generate=True, output_scores=True, **OPTIONS, **more)
     tokens = found.sequences[:, num_before:].numpy()
     tokens = np.pad(tokens, ((0, 0), (0, NEW - tokens.shape[1])), constant_values=PAD)
     scores = getattr(found, "sequences_scores", None)
@@ -70,18 +64,18 @@ def expected_of(
 def test_greedy_tokens_equal_those_of_transformers(pair):
     name, there, model = pair
     prompts, mask = prompts_of(name, "left")
-    begin, options = prompts.shape[1] if name in DECODERS else 1, {"max_new_tokens": NEW, "pad_token_id": PAD}
+    begin = prompts.shape[1] if name in DECODERS else 1
     endless, _ = expected_of(there, prompts, mask, begin)
     assert len(np.unique(endless)) >= 3, "the same token over and over shows little"
     ends = [int(endless[1, 4]), 1]
     ended, _ = expected_of(there, prompts, mask, begin, eos_token_id=ends)
     assert (ended[1] == PAD).any()
-    found = generate(model, prompts, attention_mask=mask, eos_token_id=ends, **options)
+    found = generate(model, prompts, attention_mask=mask, eos_token_id=ends, **OPTIONS)
     np.testing.assert_array_equal(found, ended)
     if name == "gpt2":
         prompts, _ = texts()
         endless, _ = expected_of(there, prompts, None, begin)
-        np.testing.assert_array_equal(generate(model, prompts, eos_token_id=(), **options), endless)
+        np.testing.assert_array_equal(generate(model, prompts, eos_token_id=(), **OPTIONS), endless)
 
 
 @pytest.mark.parametrize("pair", ["gpt2", "mistral", "t5_gated_untied", "bart", "vit_gpt2"], indirect=True)
@@ -95,32 +89,15 @@ def test_beams_equal_those_of_transformers(pair):
         begin, given = 4, {"decoder_input_ids": start}
 
     def search_there(ends: list[int], **options: Any) -> tuple[np.ndarray, Any]:
-        tokens, scores = expected_of(
-            there,
-            prompts,
-            mask,
-            begin,
-            eos_token_id=ends or None,
-            num_beams=BEAMS,
-            num_return_sequences=BEAMS,
-            **options,
-            **{key: torch.tensor(x).long() for key, x in given.items()},
-        )
+        options |= {"eos_token_id": ends or None, "num_beams": BEAMS, "num_return_sequences": BEAMS}
+        options |= {key: torch.tensor(x).long() for key, x in given.items()}
+        tokens, scores = expected_of(there, prompts, mask, begin, **options)
         return tokens.reshape(len(prompts), BEAMS, NEW), scores
 
     def compare(ends: list[int], **options: Any) -> np.ndarray:
         tokens, scores = search_there(ends, **options)
-        found = beam_search(
-            model,
-            prompts,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            num_beams=BEAMS,
-            eos_token_id=ends,
-            pad_token_id=PAD,
-            **options,
-            **given,
-        )
+        more = {**OPTIONS, **options, **given}
+        found = beam_search(model, prompts, attention_mask=mask, num_beams=BEAMS, eos_token_id=ends, **more)
         np.testing.assert_array_equal(found.tokens, tokens, err_msg=f"{ends} {options}")
         np.testing.assert_allclose(np.ravel(found.scores), scores, rtol=TOLERANCE)
         return tokens

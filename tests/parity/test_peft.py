@@ -9,6 +9,7 @@ import torch
 from comparison import TOLERANCE, distance, inputs_of, outputs, torch_output
 from references import REFERENCES
 
+from redco_eqx import from_arrays, to_arrays
 from redco_eqx.models import add_lora, load_lora, load_pretrained, merge_lora, save_lora
 
 LLAMA = REFERENCES["llama_linear"]
@@ -24,14 +25,11 @@ def assert_same_logits(expected, *models):
 def test_peft_opens_what_was_saved_here(directory, tmp_path):
     model = load_pretrained(directory("llama_linear"), stacked=True)
     adapted = add_lora(model, targets=TARGETS, rank=4, scale=0.5, key=jax.random.key(0))
-    noisy = jax.tree_util.tree_map_with_path(
-        lambda path, x: (
-            jnp.asarray(np.random.default_rng(len(str(path))).normal(size=x.shape), x.dtype)
-            if getattr(path[-1], "name", "") == "lora_b"
-            else x
-        ),
-        adapted,
-    )
+    arrays = to_arrays(adapted)
+    for path, x in arrays.items():
+        if path.endswith("lora_b"):
+            arrays[path] = jnp.asarray(np.random.default_rng(len(path)).normal(size=x.shape), x.dtype)
+    noisy = from_arrays(adapted, arrays)
     save_lora(noisy, tmp_path)
     expected = torch_output(peft.PeftModel.from_pretrained(LLAMA.make(), tmp_path).eval(), INPUTS)
     assert distance(torch_output(LLAMA.make(), INPUTS), expected, INPUTS) > 0.1, "the branches must matter"
@@ -39,44 +37,39 @@ def test_peft_opens_what_was_saved_here(directory, tmp_path):
 
 
 def variants():
-    """Yield options of peft's LoRA, each with the reason for refusing it here, or nothing."""
+    """Return options of peft's LoRA, each with the reason for refusing it here, or nothing."""
     config = peft.tuners.lora.config
-    yield from (
-        (options, None)
-        for options in (
-            {"target_modules": TARGETS, "use_rslora": True},
-            {"init_lora_weights": "orthogonal"},
-            {"init_lora_weights": "eva", "eva_config": peft.EvaConfig()},
-            {"exclude_modules": ["v_proj"]},
-            {"layers_to_transform": [1], "layers_pattern": "layers"},
-            {"target_modules": r".*\.(q|v)_proj"},
-            {"target_modules": "all-linear"},
-            {"lora_dropout": 0.3, "megatron_core": "other", "ensure_weight_tying": True},
-            {"task_type": "CAUSAL_LM", "revision": "main"},
-        )
+    taken = (
+        {"target_modules": TARGETS, "use_rslora": True},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "eva", "eva_config": peft.EvaConfig()},
+        {"exclude_modules": ["v_proj"]},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": "all-linear"},
+        {"lora_dropout": 0.3, "megatron_core": "other", "ensure_weight_tying": True},
+        {"task_type": "CAUSAL_LM", "revision": "main"},
     )
-    yield from (
-        (options, next(iter(options)))
-        for options in (
-            {"init_lora_weights": "pissa"},
-            {"init_lora_weights": "olora"},
-            {"use_dora": True},
-            {"lora_bias": True},
-            {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
-            {"bias": "lora_only"},
-            {"use_qalora": True, "qalora_group_size": 4},
-            {"rank_pattern": {"q_proj": 2}},
-            {"alpha_pattern": {"q_proj": 2}},
-            {"modules_to_save": ["lm_head"]},
-            {"trainable_token_indices": [1, 2]},
-            {"layer_replication": [[0, 2], [0, 2]]},
-            {"target_parameters": ["q_proj.weight"], "target_modules": []},
-            {"velora_config": config.VeloraConfig()},
-            {"kasa_config": config.KasaConfig()},
-            {"monteclora_config": config.MontecloraConfig()},
-            {"use_bdlora": config.BdLoraConfig(["q_proj"], ["v_proj"], nblocks=2)},
-        )
+    refused = (
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
+        {"bias": "lora_only"},
+        {"use_qalora": True, "qalora_group_size": 4},
+        {"rank_pattern": {"q_proj": 2}},
+        {"alpha_pattern": {"q_proj": 2}},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 2]},
+        {"layer_replication": [[0, 2], [0, 2]]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"velora_config": config.VeloraConfig()},
+        {"kasa_config": config.KasaConfig()},
+        {"monteclora_config": config.MontecloraConfig()},
+        {"use_bdlora": config.BdLoraConfig(["q_proj"], ["v_proj"], nblocks=2)},
     )
+    return [*((options, None) for options in taken), *((options, next(iter(options))) for options in refused)]
 
 
 def test_every_variant_has_the_same_logits_or_is_refused_by_name(directory, tmp_path):

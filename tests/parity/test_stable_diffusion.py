@@ -71,14 +71,8 @@ def tokens(directory, texts):
 @pytest.mark.parametrize(("name", "scale"), [("ddim", 3.0), ("pndm", 1.0)])
 def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
     model = models.load_stable_diffusion(directory[name])
-    expected = pipeline[name](
-        TEXTS,
-        negative_prompt=NEGATIVE,
-        num_inference_steps=6,
-        guidance_scale=scale,
-        latents=torch.tensor(LATENTS),
-        output_type="np",
-    ).images
+    there = {"num_inference_steps": 6, "latents": torch.tensor(LATENTS), "output_type": "np"}
+    expected = pipeline[name](TEXTS, negative_prompt=NEGATIVE, guidance_scale=scale, **there).images
     negative = None if scale == 1 else tokens(directory[name], NEGATIVE)
     ids = tokens(directory[name], TEXTS)
     options = {"num_steps": 6, "latents": jnp.asarray(LATENTS)}
@@ -134,11 +128,8 @@ def test_the_training_loss_and_its_gradients_equal_torchs(pipeline, directory):
     value, gradients = loss(model)
     # The same draws, by hand.
     keys = jax.random.split(key, 5)
-    draws = [
-        jax.random.normal(keys[0], (2, 4, 8, 8)),
-        jax.random.randint(keys[1], (2,), 0, 1000),
-        jax.random.normal(keys[2], (2, 4, 8, 8)),
-    ]
+    first, second = (jax.random.normal(keys[i], (2, 4, 8, 8)) for i in (0, 2))
+    draws = (first, jax.random.randint(keys[1], (2,), 0, 1000), second)
     drawn, timesteps, noise = (torch.tensor(np.asarray(x)) for x in draws)
     found = there.vae.encode(torch.tensor(images)).latent_dist
     clean = there.vae.config.scaling_factor * (found.mean + found.std * drawn)

@@ -190,6 +190,7 @@ def apply_buffers(model: Any, x: Any) -> Any:
 
 
 UP_DOWN = split("up", "down")
+OF_MEMBERS = split("critics.layers.0", "critics.layers.1", stacked=1)
 OF_BLOCKS = split("*.mlp.layers.0", "*.mlp.layers.1")
 
 ENTRIES = [
@@ -224,13 +225,7 @@ ENTRIES = [
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
     of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), apply_mixtral),
     # A stack beside no router: the members are not experts, each is split inside.
-    of_rows(
-        "ensemble",
-        critics,
-        apply_critics,
-        split("critics.layers.0", "critics.layers.1", stacked=1),
-        y=(NUM_STACKED, D),
-    ),
+    of_rows("ensemble", critics, apply_critics, OF_MEMBERS, y=(NUM_STACKED, D)),
     # Two heads close what one trunk opens: one small all-reduce each.
     of_rows("friend_actor_critic", actor_critic, act, split("trunk", "policy value"), x=(8,), y=(5,)),
     # Tables, integers and masks divide, and are not split.
