@@ -4,30 +4,18 @@ from typing import Any
 
 from gradients.programs import MESHES, Spec
 
-GEOMETRY: Spec = {
-    "size": 3,
-    "stride": 1,
-    "padding": "same",
-    "lhs_dilation": 1,
-    "rhs_dilation": 1,
-    "channels_first": False,
-}
+PLAIN: Spec = dict.fromkeys(("stride", "spread", "dilation"), 1)
+GEOMETRY: Spec = {"size": 3, "padding": "same", "channels_first": False, **PLAIN}
 DEPTHWISE: Spec = {"name": "convolution", "groups": "depthwise", "width": 1, "bias": False, **GEOMETRY}
-PER_EXAMPLE: Spec = {
-    "name": "per_example_convolution",
-    "shots": 1,
-    "groups": 1,
-    "width": 1,
-    "given": False,
-    **GEOMETRY,
-}
+ONE: Spec = {"groups": 1, "width": 1}
+PER_EXAMPLE: Spec = {"name": "per_example_convolution", "shots": 1, "given": False, **ONE, **GEOMETRY}
 SEPARABLE: Spec = {"name": "separable_convolution", "width": 1, "multiplier": 1, **GEOMETRY}
 GROUPED: Spec = {"name": "convolution", "groups": 2, "width": 8, "bias": False, **GEOMETRY}
 LOOKUP: Spec = {"name": "embedding", "size": 16, "scaled": False, "axis": 0, "mode": "fill", "beyond": True}
 STACKED: Spec = {"name": "stacked_convolutions", "layers": 2, "size": 3, "groups": "depthwise"}
 FFT: Spec = {"name": "fft", "axis": 2, "how": "imag"}
 COMPLEX: Spec = {"name": "complex_linear", "width": 8, "how": "abs"}
-ADAPTED: Spec = {"name": "adapted_convolution", "groups": 1, "width": 1, "rate": 0.1, "size": 3}
+ADAPTED: Spec = {"name": "adapted_convolution", "rate": 0.1, "size": 3, **ONE}
 
 
 IN_TWO, POINTWISE, BY_ONE = {**ADAPTED, "groups": 2}, {**ADAPTED, "size": 1}, {**PER_EXAMPLE, "size": 1}

@@ -13,8 +13,8 @@ GEOMETRY: dict[str, Any] = {
     "size": one_of(3, 1, 2),
     "stride": one_of(1, 2),
     "padding": one_of("same", "valid", "wide"),
-    "lhs_dilation": one_of(1, 2),
-    "rhs_dilation": one_of(1, 2),
+    "spread": one_of(1, 2),
+    "dilation": one_of(1, 2),
     "channels_first": either,
 }
 GROUPS = one_of(1, "depthwise", 2, 4)
@@ -22,31 +22,22 @@ WIDTH = one_of(1, 2, 4, 8)
 
 
 def convolve(
-    x,
-    kernel,
-    *,
-    groups=1,
-    batch_groups=1,
-    stride=1,
-    padding="same",
-    lhs_dilation=1,
-    rhs_dilation=1,
-    channels_first=False,
+    x, kernel, *, groups=1, batch_groups=1, stride=1, padding="same", spread=1, dilation=1, channels_first=False
 ):
-    """`x` `(batch, *spatial, in)` with `kernel` `(*window, in / groups, out)`."""
+    """`x` `(batch, *spatial, in)` with `kernel` `(*window, in / groups, out)`; `spread` dilates `x`."""
     rank = x.ndim - 2
     letters = "HW"[:rank]
     spaces = []
     for n, size in zip(x.shape[1:-1], kernel.shape):
-        reach = (size - 1) * rhs_dilation
-        room = (n - 1) * lhs_dilation + 1
+        reach = (size - 1) * dilation
+        room = (n - 1) * spread + 1
         low, high = {"same": (reach // 2, reach - reach // 2), "valid": (0, 0), "wide": (reach, reach)}[padding]
         spaces.append((low, high) if room + low + high > reach else (reach, reach))
     numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
     if channels_first:
         x, kernel = jnp.moveaxis(x, -1, 1), jnp.moveaxis(kernel, (-1, -2), (0, 1))
         numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
-    strides, lhs, rhs = ((n,) * rank for n in (stride, lhs_dilation, rhs_dilation))
+    strides, lhs, rhs = ((n,) * rank for n in (stride, spread, dilation))
     y = jax.lax.conv_general_dilated(x, kernel, strides, spaces, lhs, rhs, numbers, groups, batch_groups)
     return jnp.moveaxis(y, 1, -1) if channels_first else y
 

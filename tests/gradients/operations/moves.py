@@ -18,11 +18,8 @@ def pool(weight, x, index, *, how, size, stride, padding):
     x = x * weight("scale", x.shape[-1])
     rank = x.ndim - 2
     windows, strides = (1, *(min(size, n) for n in x.shape[1:-1]), 1), (1, *[stride] * rank, 1)
-    start, reduce = {
-        "mean": (0.0, jax.lax.add),
-        "max": (-jnp.inf, jax.lax.max),
-        "min": (jnp.inf, jax.lax.min),
-    }[how]
+    start = {"mean": 0.0, "max": -jnp.inf, "min": jnp.inf}[how]
+    reduce = {"mean": jax.lax.add, "max": jax.lax.max, "min": jax.lax.min}[how]
     return jax.lax.reduce_window(x, start, reduce, windows, strides, padding)
 
 
