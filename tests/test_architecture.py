@@ -77,23 +77,14 @@ def test_pure_rooms_touch_nothing_outside():
 
 
 START = """
-import equinox as eqx, jax, numpy as np, optax, sys
+import equinox as eqx, jax, sys
 import redco_eqx as rx
 """
 PRINT = "\nprint(*(name for name in sys.modules if name.startswith('redco_eqx')))"
-MODEL = "model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))\n"
+MODEL = "model = eqx.nn.MLP(2, 2, 8, 1, key=jax.random.key(0))\n"
 FIT = """
-optimizer = optax.sgd(0.1)
-rx.fit(
-    rx.init_state(model, optimizer, key=jax.random.key(0)),
-    [np.ones(4, np.float32)] * 16,
-    collate_fn=np.stack,
-    loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
-    optimizer=optimizer,
-    batch_size=8,
-    num_epochs=1,
-    loggers=(),
-)
+from fit_helpers import SGD, fit
+fit(rx.init_state(model, SGD, key=jax.random.key(0)), num_epochs=1)
 """
 LOADED = 4_500
 """Code lines of the core that a `fit` on one device loads."""

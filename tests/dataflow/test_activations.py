@@ -246,14 +246,9 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
         body = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)  # noqa: E731
         return (jax.lax.scan(body, batch, arrays)[0] ** 2).mean()
 
+    program: Any = {"loss_fn": rx.split_activations(loss_fn), "batch": np.ones((8, 16), np.float32)}
     with pytest.warns(rx.errors.ShardingWarning, match="activations do not count in this layout"):
-        found = rx.explain(
-            stack,
-            mesh,
-            loss_fn=rx.split_activations(loss_fn),
-            batch=np.ones((8, 16), np.float32),
-            overrides=[("weight", P("tensor"))],
-        )
+        found = rx.explain(stack, mesh, overrides=[("weight", P("tensor"))], **program)
     assert found.decisions["weight"].spec == P("tensor")
 
 
@@ -324,14 +319,14 @@ def test_every_process_decides_the_same() -> None:
     assert texts[0] == texts[1]
 
 
+def chain(number: int) -> Any:
+    return lambda key: eqx.nn.MLP(64, 64, 64, number, key=key)
+
+
 @pytest.mark.parametrize(
     ("make", "apply", "batch"),
     [
-        (
-            lambda n: lambda key: eqx.nn.MLP(64, 64, 64, n, key=key),
-            lambda model, x: model(x),
-            np.ones((64, 64)),
-        ),
+        (chain, lambda model, x: model(x), np.ones((64, 64))),
         (mlps, tokens, CASES["tokens"][2]),
         (mlps, lambda model, x: sum(jax.vmap(branch)(x) for branch in model), ROWS),
     ],

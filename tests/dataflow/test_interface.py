@@ -12,6 +12,7 @@ import optax
 import pytest
 from cases import MESH
 from fit_helpers import assert_identical
+from fit_helpers import scalar_loss as squared
 from helpers import abstract, decide
 from jax.sharding import PartitionSpec as P
 
@@ -21,10 +22,6 @@ from redco_eqx._dataflow.operations import RULES
 
 def mlp(width=64):
     return abstract(lambda key: eqx.nn.MLP(32, 32, width, 1, key=key))
-
-
-def squared(model, batch, key):
-    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
 def rows(size=8, width=32):

@@ -33,15 +33,9 @@ def logger_of(package: str) -> dict[str, Any]:
 
 def train(logger: Any, **arguments: Any) -> None:
     """Ten steps with a row every two steps, an evaluation every four, and a checkpoint at step five."""
-    tiny.fit(
-        optimizer=tiny.COUNTING,
-        num_steps=10,
-        log_every=2,
-        loggers=[logger],
-        evaluation=rx.Evaluation(tiny.EXAMPLES[:4], every_steps=4),
-        checkpoints=rx.Checkpoints("run", every_steps=5),
-        **arguments,
-    )
+    arguments["evaluation"] = rx.Evaluation(tiny.EXAMPLES[:4], every_steps=4)
+    checkpoints = rx.Checkpoints("run", every_steps=5)
+    tiny.counted(None, checkpoints, num_steps=10, log_every=2, loggers=[logger], **arguments)
 
 
 def crashed_and_continued(package: str, end: Any) -> Any:

@@ -24,11 +24,6 @@ SIZE, LENGTH, BATCH = 64, 16, 8
 SPLIT = {"sequence_parallel": True}
 
 
-def linear(num_in: int, num_out: int, seed: int = 0) -> Any:
-    shape = eqx.filter_eval_shape(lambda: eqx.nn.Linear(num_in, num_out, key=jax.random.key(0)))
-    return filled(shape, jnp.float32, seed)
-
-
 def stream() -> Any:
     return jnp.asarray(np.random.default_rng(9).normal(size=(BATCH, LENGTH, SIZE)), jnp.float32)
 
@@ -99,7 +94,7 @@ def test_any_layer_gives_what_it_gives_alone():
 
 
 def test_heads_that_do_not_divide_stay_whole():
-    mesh, layer = mesh_of("data2xtensor4"), linear(SIZE, SIZE)
+    mesh, layer = mesh_of("data2xtensor4"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
     placed = jax.device_put((stream(), layer), NamedSharding(mesh, PartitionSpec()))
     for unit, is_split in ((16, True), (32, False)):  # 4 heads, or 2
         (y,) = jax.jit(lambda x, layer, unit=unit: rx.layers.column(x, layer, unit=unit))(*placed)
@@ -140,7 +135,7 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
 
 
 def test_bad_input_is_refused_by_name():
-    x, mesh, layer = stream(), mesh_of("tensor8"), linear(SIZE, SIZE)
+    x, mesh, layer = stream(), mesh_of("tensor8"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
     placed = jax.device_put(x[:, :12], rx.batch_sharding(mesh))
     there = jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
     stack = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from fit_helpers import scalar_loss as squares
 from helpers import assert_refused
 
 import redco_eqx as rx
@@ -22,10 +23,6 @@ BATCH = {name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in ("x", "y"
 
 def make_mlp(key: Any, width: int = 64) -> eqx.nn.MLP:
     return eqx.nn.MLP(16, 16, width, depth=1, key=key)
-
-
-def squares(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
 def plan(model: Any = make_mlp, **arguments: Any) -> Any:

@@ -17,13 +17,12 @@ from jax.experimental import multihost_utils
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from fit_helpers import raised
-from stream_sources import StatefulIterator
+from fit_helpers import fit, raised
+from stream_sources import BEGIN, StatefulIterator
 
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
-from redco_eqx._data.data import Place
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._training import run as training
 
@@ -90,7 +89,6 @@ def epochs_of(stream, mesh):
 
 
 STREAMS = {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stream(part, sharded=True)}
-BEGIN = Place(0, 0, None)
 for name in ("data", "tensor", "mixed"):
     for how, stream in STREAMS.items():
         seen, places = [], []
@@ -117,18 +115,17 @@ epochs_of(STREAMS["sharded"], MESHES["interleaved"])
 OPTIMIZER = optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads))  # each step adds 1
 
 
+def loss_fn(model, batch, key):
+    return jnp.mean(batch) + 0 * jnp.sum(model.weight + model.bias)
+
+
 def run(mesh, examples, **arguments):
     """The state after a run from parameters that are zero."""
     model = rx.init_model(lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0))
     model = jax.tree.map(jnp.zeros_like, model)
-    return rx.fit(
-        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)),
-        examples,
-        loss_fn=lambda model, batch, key: jnp.mean(batch) + 0 * jnp.sum(model.weight + model.bias),
-        optimizer=OPTIMIZER,
-        batch_size=8,
-        **{"collate_fn": as_floats, "loggers": (), **arguments},
-    )[0]
+    state = rx.init_state(model, OPTIMIZER, key=jax.random.key(1))
+    defaults = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "batch_size": 8, "collate_fn": as_floats}
+    return fit(state, examples, **{**defaults, **arguments})
 
 
 # One that is left in the middle of an epoch of a stream, and gone on with.
@@ -168,16 +165,8 @@ def clocks(step, row):
 
 training.__dict__["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
 examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
-state = run(
-    MESHES["mixed"],
-    examples,
-    hook=deciding,
-    num_steps=10,
-    log_every=2,
-    checkpoints=directory / "run",
-    collate_fn=slow,
-    loggers=[clocks],
-)
+options = {"hook": deciding, "num_steps": 10, "log_every": 2, "checkpoints": directory / "run"}
+state = run(MESHES["mixed"], examples, collate_fn=slow, loggers=[clocks], **options)
 params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
 results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import pathlib
 import threading
-import warnings
 from typing import Any
 
 import fit_helpers as tiny
@@ -117,12 +116,11 @@ def ragged(*lengths: int) -> Any:
     return lambda rows: {"pad": np.zeros((len(rows), next(widths)), np.float32), **tiny.collate(rows)}
 
 
-def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
-    with compilations() as compiled, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_a_new_shape_compiles_once_more_and_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    with compilations() as compiled:
         counted(num_steps=6, collate_fn=ragged(3, 5, 4))
     assert compiled.count(tiny.BODY) == 3
-    (message,) = [str(w.message) for w in caught]
+    (message,) = [str(w.message) for w in recwarn]
     assert "pad is float32[4,5], but was float32[4,3] in the first batch" in message
 
 
