@@ -262,10 +262,7 @@ CONFUSED: list[tuple[Any, str]] = [
 WRONG: list[tuple[Any, str]] = [
     (lambda: rx.init_state(MODEL, key=jax.random.split(KEY)), "key ... (2,) ... keys[0]"),
     (lambda: fit(FOR_EVALUATION), "opt_state ... nothing ... init_state(model, optimizer, key=...)"),
-    (
-        lambda: step(optimizer=SGD),
-        "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamState ... init_state",
-    ),
+    (lambda: step(optimizer=SGD), "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamS ... init_state"),
     # no array differs
     (lambda: fit(OF_SGD, optimizer=optax.chain(SGD)), "opt_state.0 ... EmptyState ... tuple ... init_state"),
     (lambda: fit(batch_size=32), "batch_size=32 ... 16 examples ... smaller batch_size"),

@@ -29,9 +29,8 @@ def is_emitted(quoted: str) -> bool:
     """Return true if the class is the library's, and one text has all words, in order; `...` is any words."""
     name, rest = re.fullmatch(r"(?:([A-Z]\w+)(?:: |$))?(.*)", quoted).groups()  # pyright: ignore
     pattern = ".*".join(re.escape(part.strip()) for part in rest.split("..."))
-    return (name is None or name in CLASSES) and (
-        rest == "" or any(re.search(pattern, text, re.DOTALL) for text in LITERALS)
-    )
+    is_said = rest == "" or any(re.search(pattern, text, re.DOTALL) for text in LITERALS)
+    return is_said and (name is None or name in CLASSES)
 
 
 def test_the_messages_that_the_page_quotes_are_emitted() -> None:

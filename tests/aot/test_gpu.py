@@ -21,17 +21,12 @@ SCORES = "384,384]"
 
 @cache
 def compiled(
-    *,
-    target: str = "h100:4",
-    dtype: Any = jnp.bfloat16,
-    name: str = "LLaMA",
-    remat: str = "none",
-    **options: Any,
+    *, target: str = "h100:4", dtype: Any = jnp.bfloat16, name: str = "LLaMA", **options: Any
 ) -> tuple[str, Any, Any]:
     """Text, memory and communication of one `train_step` with AdamW over float32 parameters."""
     sizes = {axis: options.pop(axis) for axis in ("data", "fsdp", "tensor") if axis in options}
     on = find_target(target)
-    case = workloads.family_case(name, SIZES, stacked=True, remat=remat, **options)
+    case = workloads.family_case(name, SIZES, stacked=True, **options)
     loss_fn = case.loss_fn
     case = dataclasses.replace(case, loss_fn=lambda m, b, key: loss_fn(rx.cast(m, dtype), b, key))
     mesh = rx.make_mesh(devices=on.devices, **sizes)

@@ -175,12 +175,7 @@ def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone(
 def test_a_stack_is_born_in_shards():
     # OPT-66B on 64 chips: of its largest array, 81 GiB, a chip makes 1.3 GiB, in place.
     config = models.OPTConfig(
-        vocab_size=50272,
-        hidden_size=9216,
-        word_embed_proj_dim=9216,
-        ffn_dim=36864,
-        num_hidden_layers=64,
-        num_attention_heads=72,
+        vocab_size=50272, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72
     )
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
     path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)

@@ -66,24 +66,16 @@ PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
 TILED = "{1,0:T(8,128)(2,1)"
 # A kind, the shapes of its results, and the start of its asynchronous form.
 STARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "all-reduce": (
-        ("f32[8]", "bf16[2,3]"),
-        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
-    ),
-    "all-gather": (
-        ("bf16[8,128]", "f32[6]"),
+    "all-reduce": (("f32[8]", "bf16[2,3]"),
+        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add"),
+    "all-gather": (("bf16[8,128]", "f32[6]"),
         f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, f32[6]{{0}})) "
-        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
-    ),
-    "reduce-scatter": (
-        ("f32[2]",),
-        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
-    ),
-    "collective-permute": (
-        ("f32[4]",),
-        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS,
-    ),
-}
+        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}"),
+    "reduce-scatter": (("f32[2]",),
+        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add"),
+    "collective-permute": (("f32[4]",),
+        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS),
+}  # a table: a collective, its results, its start  # fmt: skip
 
 
 def test_asynchronous_forms_count_once() -> None:

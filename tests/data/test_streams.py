@@ -293,8 +293,8 @@ def int_as_any() -> Any:
 
 
 def test_errors():
-    by_epoch, batched = rx.Stream(lambda epoch: int_as_any()), rx.Stream([1], batched=True)
-    options: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
+    by_epoch, rows = rx.Stream(lambda epoch: int_as_any()), rx.Stream([1], batched=True)
+    more: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
     shorter = r"24 items of epoch 0, but the stream now gives only 20"
     moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
     cases: list[tuple[Any, type[Exception], str]] = [
@@ -305,12 +305,8 @@ def test_errors():
         (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
-        (
-            lambda: rx.batches(batched, ids, remainder="split", **options),
-            ValueError,
-            r"\(batched=True\) is for tr",
-        ),
-        (lambda: rx.batches(rx.Stream([1]), ids, remainder="no", **options), ValueError, r"remainder='no'"),
+        (lambda: rx.batches(rows, ids, remainder="split", **more), ValueError, r"\(batched=True\) is for tr"),
+        (lambda: rx.batches(rx.Stream([1]), ids, remainder="no", **more), ValueError, r"remainder='no'"),
         (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
     ]
     for make, error, message in cases:

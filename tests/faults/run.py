@@ -260,13 +260,10 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
         if num_tries == tries:
             return
         directory = base / source
-        finish(
-            *(
-                two(directory=directory, num_steps=3)
-                if options is None
-                else [start(directory=directory, num_steps=3, mesh=options)]
-            )
-        )
+        if options is None:
+            finish(*two(directory=directory, num_steps=3))
+        else:
+            finish(start(directory=directory, num_steps=3, mesh=options))
         first = None
         for name, axes in ALL_MESHES.items():
             arrays = bits(to_names(rx.restore(directory, mlp_state(ADAM, rx.make_mesh(**axes)))))

@@ -68,17 +68,8 @@ class Cluster:
         (root / "slurm.conf").write_text(CONFIGURATION.format(root=root, addresses=ADDRESSES))
         (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         try:
-            munge = [
-                f"--{name}={root}/{file}"
-                for name, file in (
-                    ("key-file", "key"),
-                    ("socket", "munge.socket"),
-                    ("pid-file", "munged.pid"),
-                    ("log-file", "munged.log"),
-                    ("seed-file", "munged.seed"),
-                )
-            ]
-            self._run(["munged", "--force", *munge])
+            files = [f"--{name}-file={root}/munged.{name}" for name in ("pid", "log", "seed")]
+            self._run(["munged", "--force", f"--key-file={root}/key", f"--socket={root}/munge.socket", *files])
             self._run(self._hosts.command(0, "slurmctld"))
             self._run(self._hosts.command(0, "slurmd", "-N", "n0"))
             self._run(self._hosts.command(1, "slurmd", "-N", "n1"))

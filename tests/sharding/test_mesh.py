@@ -69,10 +69,8 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
 def test_meshes_that_are_refused_are_so_with_the_fix():
     explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
     check_mesh(Mesh(explicit.devices, explicit.axis_names))
-    of_explicit, of_foreign = (
-        "mesh axes ('tensor',) are not of AxisType.Auto",
-        f"at least one of {AXES} is needed",
-    )
+    of_explicit = "mesh axes ('tensor',) are not of AxisType.Auto"
+    of_foreign = f"at least one of {AXES} is needed"
     for mesh, *words in (
         (explicit, of_explicit, "Mesh(mesh.devices, mesh.axis_names)"),
         (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),

@@ -212,12 +212,9 @@ def test_bad_overrides_are_refused_by_path_and_pattern():
         assert_refused(lambda one, call=call: call(small_model(), mesh, overrides=[one]), BAD)
 
 
-def quantized():
-    return [{"weight": shaped(2048, 2048, dtype=jnp.int8), "scale": shaped(2048)} for _ in range(2)]
-
-
+INT8 = [{"weight": shaped(2048, 2048, dtype=jnp.int8), "scale": shaped(2048)} for _ in range(2)]
 REPLICATED: dict[str, tuple[Any, tuple[str, ...]]] = {  # with the axes that split it
-    "int8": (quantized, ("tensor", "fsdp")),
+    "int8": (lambda: INT8, ("tensor", "fsdp")),
     "uint32": (lambda: [{"packed": shaped(2048, 256, dtype=jnp.uint32)} for _ in range(2)], ("fsdp",)),
     "gru": (lambda: [eqx.nn.GRUCell(128, 192, key=jax.random.key(0)) for _ in range(8)], ("fsdp",)),
     "unknown": (lambda: [{"a": shaped(16, 64, 256)}, {"b": shaped(16, 64, 256)}], ("fsdp",)),
@@ -251,12 +248,7 @@ def test_the_warning_says_how_much_and_lists_the_largest():
 
 def test_what_tensor_cannot_split_is_stored_split():
     config = models.OPTConfig(
-        vocab_size=50257,
-        hidden_size=9216,
-        ffn_dim=36864,
-        num_hidden_layers=4,
-        num_attention_heads=72,
-        word_embed_proj_dim=9216,
+        vocab_size=50257, hidden_size=9216, ffn_dim=36864, num_hidden_layers=4, num_attention_heads=72
     )
     for stacked in (True, False):
         make = partial(models.OPTForCausalLM, config, stacked=stacked, key=jax.random.key(0))
