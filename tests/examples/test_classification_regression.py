@@ -126,7 +126,7 @@ def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
     names = ["input_ids", "attention_mask"]
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
     tokenizer.save_pretrained(tmp_path)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 1}
     sizes |= {"max_position_embeddings": 40, "type_vocab_size": 1, "pad_token_id": tokenizer.pad_token_id}
     config = tiny_models.abstract("roberta_masked", initializer_range=0.1, **sizes).config
     models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)

@@ -163,8 +163,9 @@ def test_an_adapted_model_nears_the_fully_trained_one_and_is_a_plain_checkpoint(
 
 def test_a_model_of_ones_own_is_tuned_on_data_of_ones_own(run, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": 128}
-    config = tiny_models.abstract("opt_125m", **sizes).config
+    config = tiny_models.abstract(
+        "opt_125m", vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=128
+    ).config
     models.save_pretrained(models.OPTForCausalLM(config, key=jax.random.key(0)), tmp_path)
     tokenizer.save_pretrained(tmp_path)
     sums = [{"instruction": "Add.", "input": f"{i} + 1", "output": f"the sum is {i + 1}"} for i in range(40)]
