@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._base.compiler import GPU, compiler_of
+from redco_eqx._base.compiler import CPU, GPU, compiler_of
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.engine import Analysis, RoleOf, factors
 from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
@@ -48,9 +48,10 @@ class ActivationLayout(Analysis):
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
+        chosen = sum(self.solution.sent.values())
         sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, GPU)}
-        total = sum(sizes.values())
-        return Prediction(total, total, 0.0, lines_of(sizes), opaque_of(self))
+        unmerged = chosen + over_fsdp(self, stored, CPU)
+        return Prediction(chosen + sizes[OVER_FSDP], unmerged, 0.0, lines_of(sizes), opaque_of(self))
 
 
 def choose_with_activations(

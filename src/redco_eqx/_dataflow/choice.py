@@ -308,8 +308,10 @@ class Values:
             return (2 if after == WHOLE or not self.scatters else 1) * gathered
         return gathered if after == WHOLE else gathered / n
 
-    def over_batch(self, value: Value, state: State, is_late: bool) -> float:
-        share = 1 if is_late else self.share(state)
+    def over_batch(self, value: Value, given: State, own: State, is_late: bool) -> float:
+        """Bytes that a device sends to sum a result over the batch axes. A result that is `given` pending is
+        summed over all axes at once."""
+        share = 1 if is_late else 1 / self.tensor if given == PENDING != own else self.share(own)
         return ring_bytes("all-reduce", value.num_bytes * share, self.num_shards)
 
     def share(self, state: State) -> float:

@@ -155,7 +155,8 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
     of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several
     of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps
-    whole gradients, `train_step` gathers arrays only once that are used outside of loops.
+    whole gradients, and where activations are split, `train_step` gathers arrays only once that are used
+    outside of loops.
     """
     uses = defaultdict[int, list[tuple[str, Value, float]]](list)
     in_loops, read_wide = set[int](), set[int]()
@@ -176,7 +177,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         size = min(whole, used / (1 if analysis.dim_of(leaf) is None else analysis.costs.tensor))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
-        most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
+        most = 1 if (compiler.keeps_whole or analysis.traced.splits) and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
             # Each lookup has a gradient. The head has one, although it is used forward and backward.

@@ -221,7 +221,7 @@ class _Search:
         times = operation.times[1]
         found = [(collective_of(given, own), times * self.values.change(value, given, own))]
         if operation.over_batch:
-            found.append((OVER_BATCH, times * self.values.over_batch(value, own, is_late)))
+            found.append((OVER_BATCH, times * self.values.over_batch(value, given, own, is_late)))
         return found
 
     def flow(

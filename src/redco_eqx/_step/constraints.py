@@ -45,10 +45,11 @@ class _Constraints:
         self._handed = {(id(step.equation), id(step.operands[0])): s for step, s in pairs if step.handed}
         self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
-    def spec(self, value: Value, state: State) -> PartitionSpec:
-        """The layout of a value. `state` is that of its group."""
-        # Leave gradients of weights open, because the gathers say which other axes split them.
-        is_free = "fsdp" in self._axes and value.is_data and not self.values.batch_dims(value)
+    def spec(self, value: Value, state: State, *, is_sum: bool = False) -> PartitionSpec:
+        """The layout of a value. `state` is that of its group. If it `is_sum`, it was pending until now."""
+        # Leave gradients of weights open, because the gathers say which other axes split them. But sum them
+        # over all axes at once: a compiler that makes no reduce-scatters would sum whole arrays for each axis.
+        is_free = "fsdp" in self._axes and value.is_data and not self.values.batch_dims(value) and not is_sum
         entries: list[Any] = [()] * len(value.dims)
         for dim in self.values.batch_dims(value):
             entries[dim] = self._axes
@@ -133,20 +134,21 @@ class _Constraints:
                 # With a constraint to another split right here, the partitioner would change the operands
                 # instead.
                 if given is not None and given != own and own != PENDING:
-                    out = put(out, value, WHOLE if given == PENDING else given)
+                    is_sum = given == PENDING
+                    out = put(out, value, WHOLE if is_sum else given, is_sum=is_sum)
                 # This may be a weight that is not gathered yet, or a gradient that is stored like one.
                 is_stored = "fsdp" in self._axes and not value.is_data
                 is_stored |= STORED in tuple(getattr(equation.params.get("sharding"), "spec", ()))
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=leave())
 
-    def _put(self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State) -> Operand:
+    def _put(self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State, *, is_sum: bool = False) -> Operand:
         """Add a constraint of `atom` to `equations`, and return its result."""
         # `jax.new_ref` makes something other than an array, which is written in place.
         is_array = isinstance(atom.aval, ShapedArray) and not is_key(atom.aval)
         if isinstance(atom, Literal) or state == PENDING or not is_array or not any(shape_of(atom)):
             return atom
-        sharding = NamedSharding(self.mesh, self.spec(value, state))
+        sharding = NamedSharding(self.mesh, self.spec(value, state, is_sum=is_sum))
         one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
         equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
         return one.jaxpr.outvars[0]

@@ -87,19 +87,21 @@ Shardings: TypeAlias = Sequence[NamedSharding | None]
 
 
 def gather_where_used(
-    program: Program, layout: Shardings, *, reshard: bool | None = True
+    program: Program, layout: Shardings, *, reshard: bool | None = True, splits: bool = False
 ) -> tuple[Program, Policy | None]:
     """Gather the inputs of `program` that are stored split by `layout`. The results do not change.
 
     An elementwise operation on a weight, such as a cast, reads it split, and so does a sum to a scalar.
 
     - `reshard`: the `reshard_after_forward` of `train_step`.
+    - `splits`: true if the activations are laid out, too.
 
     **Returns:**
 
     The new program, and the policy of a checkpoint to put around it; `None` if it needs none. It needs one if
     no `jax.checkpoint` in it reads weights, because it would otherwise keep all gathered weights for its
-    gradient.
+    gradient. With activations laid out, only scans need one: to compute an activation again also sends its
+    changes of layout again.
     """
     mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
     if mesh is None:
@@ -109,7 +111,8 @@ def gather_where_used(
     keep = compiler_of(mesh).keeps_whole if reshard is None else not reshard
     walk = _Walk(keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
-    needs_none = walk.has_checkpoint or reshard is False
+    is_bounded = not walk.readers.isdisjoint(CHECKPOINTS) or (splits and "scan" not in walk.readers)
+    needs_none = is_bounded or reshard is False
     return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
 
 
@@ -134,11 +137,11 @@ class _Walk:
     """A walk through a program.
 
     - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the gradient.
-    - `has_checkpoint`: true once the walk has met a `jax.checkpoint` that reads weights.
+    - `readers`: the kinds of operations with a body that reads weights.
     """
 
     keep_in_scans: bool
-    has_checkpoint: bool = False
+    readers: set[str] = dataclasses.field(default_factory=set)
 
     def program(
         self, jaxpr: Jaxpr, weights: Shardings, keep: bool, *, whole_outputs: bool = False
@@ -190,7 +193,7 @@ class _Walk:
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
-            self.has_checkpoint |= kind in CHECKPOINTS
+            self.readers.add(kind)
             if kind == "scan":
                 inputs, keep = _in_one_step(equation, inputs), self.keep_in_scans
             inner, is_jit = body(equation.params["jaxpr"]), kind in ("jit", "pjit")

@@ -192,7 +192,7 @@ def program_of(
     if any(sharding is not None and is_split(sharding) for sharding in weights):
         program = trace(function, *given)
         others = [None] * (len(program.closed.jaxpr.invars) - len(weights))
-        program, policy = gather_where_used(program, [*weights, *others], reshard=reshard)
+        program, policy = gather_where_used(program, [*weights, *others], reshard=reshard, splits=splits)
         is_recomputed = differentiates and policy is not None
         function, given = jax.checkpoint(program, policy=policy) if is_recomputed else program, inputs
     if differentiates:
