@@ -23,6 +23,7 @@ import redco_eqx as rx
 from redco_eqx._dataflow import search, solution
 from redco_eqx._dataflow.choice import PENDING, WHOLE
 from redco_eqx._dataflow.solution import collective_of
+from redco_eqx._sharding import rules
 from redco_eqx._step import constraints
 
 SGD = optax.sgd(0.1)
@@ -208,14 +209,29 @@ def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -
         assert split <= at_most * plain
 
 
+@pytest.mark.parametrize("case", ["tokens", "attention"])
+def test_with_weights_over_fsdp_bytes_are_those_predicted_and_fewer(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "FSDP_MIN_SIZE", 64)
+    mesh, (make, loss_fn, batch), sent = mesh_of("2x2x2"), CASES[case], {}
+    for loss in (loss_fn, rx.split_activations(loss_fn)):
+        sent[loss] = rx.communication(step_of(case, mesh, loss).compiled, mesh).total.sent_bytes
+    found = rx.explain(abstract(make), mesh, loss_fn=loss, batch=batch)
+    assert any("fsdp" in decision.spec for decision in found.decisions.values())
+    assert found.communication is not None
+    assert found.communication.num_bytes_unmerged == pytest.approx(sent[loss], rel=0.02, abs=200)
+    assert sent[loss] < sent[loss_fn]
+
+
 def test_the_gradient_of_a_weight_that_is_stored_split_is_not_gathered() -> None:
-    """The weight itself and that of the other layer are, forward and, by the checkpoint of the step, again."""
+    """The weight itself and that of the other layer are, once."""
     mesh, (_, loss_fn, batch), model = mesh_of("data2xtensor4"), CASES["tokens"], model_of("tokens")
     split, overrides = rx.split_activations(loss_fn), [("0.layers.0.weight", P(("fsdp", "tensor")))]
     shardings = rx.shard_rules(model, mesh, loss_fn=split, batch=batch, overrides=overrides)
     step = stepped(model, batch, mesh, split, SGD, shardings=shardings)
     shapes = [x.shapes for x in rx.communication(step.compiled, mesh) if x.kind == "all-gather"]
-    assert shapes.count(("f32[32,16]",)) == 4
+    assert shapes.count(("f32[32,16]",)) == 2
 
 
 def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
@@ -334,7 +350,8 @@ def chain(number: int) -> Any:
 )
 def test_layers_that_are_alike_are_decided_once(make: Any, apply: Any, batch: Any, monkeypatch: Any) -> None:
     """The integer program does not grow with the number of layers, and the layout costs what it would cost if
-    each layer were decided alone: the layers of an MLP still alternate."""
+    each layer were decided alone: the layers of an MLP still alternate. Only where memory is short for some of
+    the equal layers, whole biases that fewer layers keep are sent instead, byte for byte."""
     loss_fn, spy, layouts = rx.split_activations(squares(apply)), mock.Mock(wraps=search.cheapest), []
     monkeypatch.setattr(solution, "cheapest", spy)
     for n, apart in ((17, 4), (21, 4), (17, 100)):
@@ -343,7 +360,8 @@ def test_layers_that_are_alike_are_decided_once(make: Any, apply: Any, batch: An
     sizes = [len(call.args[0]) for call in spy.call_args_list]
     assert sizes[0] == sizes[1] < sizes[2]
     found, alone = ((x.communication.num_bytes, x.bytes_per_device) for x in layouts[::2])
-    assert found == pytest.approx(alone, rel=2e-3)
+    assert sum(found) == pytest.approx(sum(alone), rel=1e-3)
+    assert found[0] <= 1.005 * alone[0]
 
 
 def test_what_was_decided_stays() -> None:

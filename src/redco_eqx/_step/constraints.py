@@ -142,7 +142,9 @@ class _Constraints:
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=leave())
 
-    def _put(self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State, *, is_sum: bool = False) -> Operand:
+    def _put(
+        self, equations: list[JaxprEqn], atom: Operand, value: Value, state: State, *, is_sum: bool = False
+    ) -> Operand:
         """Add a constraint of `atom` to `equations`, and return its result."""
         # `jax.new_ref` makes something other than an array, which is written in place.
         is_array = isinstance(atom.aval, ShapedArray) and not is_key(atom.aval)

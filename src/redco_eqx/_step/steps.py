@@ -94,8 +94,9 @@ def train_step(
     uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as the
     one in [`scan_layers`][]) gathers again for the gradient, so at most one layer is whole (ZeRO-3). If no
     checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
-    matrix products and convolutions. If a checkpoint does read weights, weights that are read outside it are
-    gathered once, and kept until the gradient is done. `reshard_after_forward` says which gathered weights are
+    matrix products and convolutions (with [`split_activations`][], only if a scan reads weights). If a
+    checkpoint does read weights, weights that are read outside it are gathered once, and kept until the
+    gradient is done. `reshard_after_forward` says which gathered weights are
     kept instead. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
