@@ -169,6 +169,7 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: rx.init_model(lambda: MODEL, MESH, key=KEY), "make_model(key)"),
     (lambda: rx.init_model(Normed, MESH, key=0), "key ... jax.random.key(0)"),
     (lambda: rx.init_model(Normed, 8, key=KEY), "mesh ... int ... make_mesh"),
+    (lambda: rx.init_model(Normed, MESH.abstract_mesh, key=KEY), "mesh is abstract ... make_mesh"),
     (lambda: rx.init_state(STATE, ADAM, key=KEY), "TrainState ... state.model"),
     (lambda: rx.init_state(eqx.nn.MLP, ADAM, key=KEY), "class MLP ... MLP(..."),
     (lambda: rx.init_state(MODEL, ADAM, key=0), "key ... 0 (int) ... jax.random.key(0)"),

@@ -29,7 +29,7 @@ from redco_eqx._base.protocols import Key, as_key, check_function
 from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
-from redco_eqx._sharding.rules import Overrides, shard_rules
+from redco_eqx._sharding.rules import Overrides, check_arguments, shard_rules
 from redco_eqx._step.init import check_apart
 from redco_eqx._step.state import is_pair
 
@@ -236,9 +236,11 @@ def init_model(
 
     **Raises:**
 
-    `ValueError` as `shard_rules` does, before anything is computed.
+    `ValueError` or `TypeError` as `shard_rules` does, before anything is computed, and for an abstract mesh.
     """
     check_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise TypeError("init_model: mesh is abstract, so it has no devices. Pass one of make_mesh(...).")
     if any(map(is_array, jax.tree.leaves(make_model))):  # a function from `eqx.filter_jit` has none
         raise TypeError(
             f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
@@ -296,6 +298,7 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
     if decided_by["loss_fn"] is None and decided_by["batch"] is None:
         layout = shard_rules(model, mesh, overrides=overrides, **decided_by)
     else:  # a loss takes the pair, whose first part is the model
+        check_arguments(model, mesh, overrides)
         of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
         layout, _ = shard_rules(abstract, mesh, overrides=of_pair, **decided_by)
     return layout, jax.tree.map(lambda _: replicated(mesh), model_state)

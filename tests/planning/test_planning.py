@@ -163,6 +163,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bytes_per_device": None}, r"kind 'cpu' is not known.*bytes_per_device"),
     ({"bytes_per_device": 0}, "bytes_per_device=0.*positive"),
     ({"target": []}, "no devices"),
+    ({"target": 8}, "target=8 has no devices"),
     ({"mesh": {"data": 4}}, r"\{'data': 4\} must use exactly the target's 8"),
     ({"mesh": {"model": 2}}, r"axes \['model'\]"),
     ({"mesh": {"data": 8}, "num_microbatches": 3}, "batch of 16 evenly into 3"),
@@ -172,6 +173,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch": {**BATCH, "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}}, r"leading dim.*16.*8"),
     ({"batch": {**BATCH, "x": jax.ShapeDtypeStruct((16, 5), jnp.float32)}}, "could not be traced"),
     ({"model": jnp.ones(3), "options": {"width": [1]}}, "options need a function"),
+    ({"options": {"width": []}}, r"options\['width'\] is empty"),
 ]
 
 

@@ -196,6 +196,8 @@ def plan(
         )
     if options and _is_model(model):
         raise ValueError("plan: options need a function that makes the model, but model is a model already.")
+    if empty := [name for name, values in (options or {}).items() if not len(values)]:
+        raise ValueError(f"plan: options[{empty[0]!r}] is empty. List the values to try.")
     # `trace_step` refuses a batch with none, or with others.
     num_rows = next((x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1)
     if mesh is not None and not set(mesh) <= set(AXES):

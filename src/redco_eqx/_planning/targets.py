@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 # The memory of accelerators, and the speeds that rank plans, from the makers' data sheets.
@@ -153,9 +154,11 @@ def find_target(target: str | Sequence[Any] | None) -> Target:
     - `ImportError` if the compiler is not installed.
     """
     if not isinstance(target, str):
-        devices = tuple(jax.devices() if target is None else target)
+        devices = tuple(jax.devices() if target is None else target if np.iterable(target) else ())
         if not devices:
-            raise ValueError("plan: target has no devices.")
+            raise ValueError(
+                f'plan: target={target!r} has no devices. Pass devices, or a name such as "h100:8".'
+            )
         return Target("these devices", devices, _present(devices[0]), devices[0].platform)
     kind, _, shape = target.partition(":")
     if kind in TPUS and re.fullmatch(r"\d+(x\d+){1,2}", shape):
