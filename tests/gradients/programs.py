@@ -119,7 +119,7 @@ def programs(draw: Callable[..., Any], family: str) -> Spec:
     operations = [one(own, wrapper), *others]
     if others and draw(st.booleans()):
         operations = operations[::-1]
-    kinds = st.one_of(one_of("whole", "rules", "program"), st.integers(0, 99))
+    kinds = st.one_of(one_of("whole", "rules", "program", "activations"), st.integers(0, 99))
     layouts = [[mesh, draw(kinds)] for mesh in draw(st.permutations(list(MESHES)))[:3]]
     num_microbatches = draw(one_of(1, 1, 2))
     return {

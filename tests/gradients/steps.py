@@ -66,6 +66,8 @@ def through_train_step(
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return program.loss(model, batch)
 
+    loss_fn = rx.split_activations(loss_fn) if kind == "activations" else loss_fn
+
     def step(state: rx.TrainState, batch: Any) -> Any:
         options = {name: spec[name] for name in ("num_microbatches", "reshard_after_forward")}
         return rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings, **options)
@@ -92,12 +94,18 @@ def through_train_step(
 
 
 def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:
-    """By paths (`rules`), by the program, all whole, or (a number) dims split over any axes, by that seed."""
+    """By paths (`rules`), by the program, by it with `activations`, all whole, or (a number) dims split over any
+    axes, by that seed."""
     if kind == "rules":
         return rx.shard_rules(model, mesh)
-    if kind == "program":
+    if kind in ("program", "activations"):
         arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)  # NumPy's are constants
-        return rx.shard_rules(arrays, mesh, loss_fn=lambda m, b, key: program.loss(m, b), batch=batch)
+
+        def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+            return program.loss(model, batch)
+
+        marked = rx.split_activations(loss_fn) if kind == "activations" else loss_fn
+        return rx.shard_rules(arrays, mesh, loss_fn=marked, batch=batch)
     if kind == "whole":
         return rx.shard_rules(model, mesh, overrides=[("*", PartitionSpec())])
     rng = np.random.default_rng(int(kind))
