@@ -100,8 +100,12 @@ if __name__ == "__main__":
     sizes = (8192, 256, 896, 32, 8) if args.small else (128256, 4096, 14336, 32, 8)
     for loss in (loss_fn, rx.split_activations(loss_fn)):
         found = rx.plan(
-            lambda key: Llama(args.layers, *sizes, key=key), loss_fn=loss, optimizer=optax.adamw(1e-4),
-            batch=jax.ShapeDtypeStruct((1, args.tokens + 1), np.int32), target=args.target,
-            mesh={"data": 1, "tensor": 8}, max_compilations=1,
-        )  # fmt: skip
+            lambda key: Llama(args.layers, *sizes, key=key),
+            loss_fn=loss,
+            optimizer=optax.adamw(1e-4),
+            batch=jax.ShapeDtypeStruct((1, args.tokens + 1), np.int32),
+            target=args.target,
+            mesh={"data": 1, "tensor": 8},
+            max_compilations=1,
+        )
         print(found, "\n")

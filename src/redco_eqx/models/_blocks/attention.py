@@ -69,9 +69,15 @@ def attend(
     # 0.12.0, no upstream issue known.
     if is_plain and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(
-            query, key, value, bias,
-            mask=mask, scale=scale, is_causal=mask is None and causal, implementation=implementation,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            bias,
+            mask=mask,
+            scale=scale,
+            is_causal=mask is None and causal,
+            implementation=implementation,
+        )
     if mask is None:
         mask = jnp.ones((1, 1, query.shape[1], key.shape[1]), bool)
         mask = jnp.tril(mask) if causal else mask

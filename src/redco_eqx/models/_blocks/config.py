@@ -16,8 +16,11 @@ C = TypeVar("C", bound="BaseConfig")
 E = TypeVar("E", bound="Entries")
 
 ACTIVATION_ENTRIES = {
-    "hidden_activation": "", "hidden_act": "", "activation_function": "", "feed_forward_proj": "gated-",
-}  # fmt: skip
+    "hidden_activation": "",
+    "hidden_act": "",
+    "activation_function": "",
+    "feed_forward_proj": "gated-",
+}
 """Entries that name an activation function, and the prefix that the name may have."""
 
 ELSEWHERE = {"problem_type", "task_specific_params", "prefix", "tokenizer_class"}

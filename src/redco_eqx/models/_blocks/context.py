@@ -189,10 +189,18 @@ class Context:
         if mask is not None and self.window_mask is not None and self.windowed is not None:
             mask = jnp.where(jnp.asarray(self.windowed)[self.layer], self.window_mask, mask)
         output = attend(
-            query, key, value,
-            mask=mask, bias=self.bias, causal=self.causal, scale=scale, cap=cap,
-            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=self.bias,
+            causal=self.causal,
+            scale=scale,
+            cap=cap,
+            implementation=self.implementation,
+            dropout=dropout,
+            dropout_key=dropout_key,
+        )
         return rearrange(output, "b t h d -> b t (h d)"), cache
 
     def cross_attend(
@@ -210,8 +218,14 @@ class Context:
             raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
         memory = self.memory
         output = attend(
-            query, memory.key.astype(query.dtype), memory.value.astype(query.dtype),
-            mask=memory.mask[:, None, None], causal=False, scale=scale,
-            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
-        )  # fmt: skip
+            query,
+            memory.key.astype(query.dtype),
+            memory.value.astype(query.dtype),
+            mask=memory.mask[:, None, None],
+            causal=False,
+            scale=scale,
+            implementation=self.implementation,
+            dropout=dropout,
+            dropout_key=dropout_key,
+        )
         return rearrange(output, "b t h d -> b t (h d)")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks import layers
 from redco_eqx.models._blocks.config import BaseConfig, Labels
-from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput  # fmt: skip
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.dropout import dropout, split_key
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Linear, maybe
 from redco_eqx.models._blocks.model import Model, make_context, run_layers
@@ -68,9 +68,13 @@ class EncoderAttention(eqx.Module):
     def __init__(this, config: EncoderConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
         heads_key, output_key = jax.random.split(key)
         heads = SelfAttention(
-            config.hidden_size, config.num_attention_heads, use_bias=config.entry("qkv_bias", True),
-            dropout=config.attention_probs_dropout_prob, std=config.initializer_range, key=heads_key,
-        )  # fmt: skip
+            config.hidden_size,
+            config.num_attention_heads,
+            use_bias=config.entry("qkv_bias", True),
+            dropout=config.attention_probs_dropout_prob,
+            std=config.initializer_range,
+            key=heads_key,
+        )
         this.self, this.attention = (None, heads) if config.norm_first else (heads, None)
         this.output = EncoderOutput(config.hidden_size, config, key=output_key)
 

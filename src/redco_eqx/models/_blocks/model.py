@@ -187,9 +187,16 @@ def make_context(
     if mask is not None and window is not None:  # by position, because padding may lie between two slots
         near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
     context = Context(
-        positions, near if windowed is None else mask, length, model.attention, sequence_parallel, causal,
-        window_mask=near, windowed=windowed, real=given,
-    )  # fmt: skip
+        positions,
+        near if windowed is None else mask,
+        length,
+        model.attention,
+        sequence_parallel,
+        causal,
+        window_mask=near,
+        windowed=windowed,
+        real=given,
+    )
     return context, cache
 
 
@@ -261,8 +268,11 @@ def run_layers(
     if isinstance(layers, list):
         given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
     x, cached, sums = scan_layers(
-        one, given, (x, () if cache is None else (cache.key, cache.value), sums),
+        one,
+        given,
+        (x, () if cache is None else (cache.key, cache.value), sums),
         batched=(True, None, None),  # the cache of all layers is changed in place
-        remat=remat, sequence_parallel=context.sequence_parallel,
-    )  # fmt: skip
+        remat=remat,
+        sequence_parallel=context.sequence_parallel,
+    )
     return x, cached if sums is None else (*cached, sums)

@@ -52,8 +52,11 @@ class Rope:
     """
 
     entries: ClassVar[tuple[str, ...]] = (
-        "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-    )  # fmt: skip
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+    )
 
     theta: float = 10000.0
     rope_type: str = "default"

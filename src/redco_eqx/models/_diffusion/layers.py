@@ -49,9 +49,12 @@ class Conv(eqx.Module):
 
     def __call__(self, x: Float[Array, "b in h w"]) -> Float[Array, "b out _ _"]:
         x = jax.lax.conv_general_dilated(
-            x, self.weight, (self.stride, self.stride), (self.padding, self.padding),
+            x,
+            self.weight,
+            (self.stride, self.stride),
+            (self.padding, self.padding),
             dimension_numbers=("NCHW", "OIHW", "NCHW"),
-        )  # fmt: skip
+        )
         return x + self.bias[:, None, None]
 
 

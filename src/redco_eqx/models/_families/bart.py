@@ -211,9 +211,13 @@ class BartForConditionalGeneration(EncoderDecoder):
     ) -> Float[Array, "b s size"]:
         encoder = self.model.encoder
         return encode_tokens(
-            self, inputs, functools.partial(encoder.embed, self.model.shared, inputs), encoder.layers,
-            attention_mask=attention_mask, key=key,
-        )  # fmt: skip
+            self,
+            inputs,
+            functools.partial(encoder.embed, self.model.shared, inputs),
+            encoder.layers,
+            attention_mask=attention_mask,
+            key=key,
+        )
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         return layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
@@ -286,9 +290,13 @@ class OPTDecoder(eqx.Module):
             )
         before, affine = config.do_layer_norm_before, config.layer_norm_elementwise_affine
         make_layer = functools.partial(
-            BartLayer, num_heads=config.num_attention_heads, inner=config.ffn_dim, before=before,
-            use_bias=config.enable_bias, affine=affine,
-        )  # fmt: skip
+            BartLayer,
+            num_heads=config.num_attention_heads,
+            inner=config.ffn_dim,
+            before=before,
+            use_bias=config.enable_bias,
+            affine=affine,
+        )
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         is_last = before and not config._remove_final_layer_norm
         self.final_layer_norm = LayerNorm(size, affine=affine) if is_last else None

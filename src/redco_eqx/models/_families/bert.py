@@ -31,9 +31,11 @@ class BertConfig(EncoderConfig, Config):
     architecture = "BertModel"
     norm_first = False
     only = {
-        "add_cross_attention": False, "is_decoder": False, "position_embedding_type": "absolute",
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
 
     vocab_size: int = 30522
     hidden_dropout_prob: float = 0.1
@@ -169,9 +171,14 @@ class BertModel(Model):
                 real = real & attention_mask.astype(bool)
             positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1  # padding has the row before 0
         return encode_tokens(
-            self, input_ids, functools.partial(self.embeddings, input_ids, types), self.encoder.layer,
-            attention_mask=attention_mask, positions=positions, key=key,
-        )  # fmt: skip
+            self,
+            input_ids,
+            functools.partial(self.embeddings, input_ids, types),
+            self.encoder.layer,
+            attention_mask=attention_mask,
+            positions=positions,
+            key=key,
+        )
 
     def __call__(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""

@@ -145,7 +145,13 @@ class CLIPTextModel(Model):
         embed = functools.partial(self.text_model.embeddings, input_ids)
         places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
         x = encode_tokens(
-            self, input_ids, embed, self.text_model.encoder.layers,
-            attention_mask=attention_mask, positions=places, causal=True, key=key,
-        )  # fmt: skip
+            self,
+            input_ids,
+            embed,
+            self.text_model.encoder.layers,
+            attention_mask=attention_mask,
+            positions=places,
+            causal=True,
+            key=key,
+        )
         return self.text_model.final_layer_norm(x)

@@ -25,9 +25,11 @@ class GPTConfig(Config):
     """The entries of GPT-2 and GPT-J: `n_embd` features, and `n_inner` (4 times as many) inside the MLP."""
 
     aliases = {
-        "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
         "max_position_embeddings": "n_positions",
-    }  # fmt: skip
+    }
 
     n_positions: int = 1024
     n_embd: int = 768

@@ -146,9 +146,11 @@ class Gemma2Config(LlamaLikeConfig):
     architecture = "Gemma2ForCausalLM"
     only = {"tie_word_embeddings": True}
     norms = (
-        "input_layernorm", "post_attention_layernorm",
-        "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    )  # fmt: skip
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
     norm_offset = 1.0
 
     vocab_size: int = 256000

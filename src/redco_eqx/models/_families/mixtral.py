@@ -106,10 +106,14 @@ class SparseMLP(eqx.Module):
         scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
         probabilities = jax.nn.softmax(scores, axis=-1)
         output, chosen = mix_experts(
-            x, probabilities, *(self.experts[name] for name in config.projections),
-            num_chosen=config.num_experts_per_tok, normalise=config.entry("norm_topk_prob", True),
-            activation=ACTIVATIONS[config.hidden_act], sequence_parallel=context.sequence_parallel,
-        )  # fmt: skip
+            x,
+            probabilities,
+            *(self.experts[name] for name in config.projections),
+            num_chosen=config.num_experts_per_tok,
+            normalise=config.entry("norm_topk_prob", True),
+            activation=ACTIVATIONS[config.hidden_act],
+            sequence_parallel=context.sequence_parallel,
+        )
         return output, routing_sums(probabilities, chosen, context.real)
 
 

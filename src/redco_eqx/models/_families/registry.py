@@ -64,10 +64,16 @@ PARTS: dict[str, tuple[Any, Any]] = {
 }
 """Families by `_class_name`, in a pipeline of diffusers."""
 
-HEADS: dict[str | None, Any] = {model.architecture: model for model in (
-    bert.BertForMaskedLM, bert.BertForSequenceClassification, bert.RobertaForMaskedLM,
-    bert.RobertaForSequenceClassification, vit.ViTForImageClassification,
-)}  # fmt: skip
+HEADS: dict[str | None, Any] = {
+    model.architecture: model
+    for model in (
+        bert.BertForMaskedLM,
+        bert.BertForSequenceClassification,
+        bert.RobertaForMaskedLM,
+        bert.RobertaForSequenceClassification,
+        vit.ViTForImageClassification,
+    )
+}
 """Models by the name in `architectures`, for a `model_type` that has several."""
 
 

@@ -36,9 +36,11 @@ class T5Config(Config):
     model_type = "t5"
     architecture = "T5ForConditionalGeneration"
     aliases = {
-        "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
         "head_dim": "d_kv",
-    }  # fmt: skip
+    }
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -223,9 +225,12 @@ class T5Stack(eqx.Module):
         table = self.relative_attention_bias
         return relative_bias(
             self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table,
-            query, key,
-            bidirectional=self.bidirectional, max_distance=self.max_distance, batch_size=batch_size,
-        )  # fmt: skip
+            query,
+            key,
+            bidirectional=self.bidirectional,
+            max_distance=self.max_distance,
+            batch_size=batch_size,
+        )
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Apply the norm and dropout after the last layer."""
@@ -236,8 +241,10 @@ def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
     """Return a layer with a different table of relative positions."""
     return eqx.tree_at(
         lambda block: block.layer[0].SelfAttention.relative_attention_bias,
-        block, table, is_leaf=lambda x: x is None,
-    )  # fmt: skip
+        block,
+        table,
+        is_leaf=lambda x: x is None,
+    )
 
 
 class T5ForConditionalGeneration(EncoderDecoder):
@@ -285,9 +292,14 @@ class T5ForConditionalGeneration(EncoderDecoder):
             return dropout(self.encoder.dropout, context.embed(self.shared, inputs), key)
 
         x = encode_tokens(
-            self, inputs, embed, self.encoder.layers,
-            attention_mask=attention_mask, bias=self.encoder.bias(places, places, len(inputs)), key=body_key,
-        )  # fmt: skip
+            self,
+            inputs,
+            embed,
+            self.encoder.layers,
+            attention_mask=attention_mask,
+            bias=self.encoder.bias(places, places, len(inputs)),
+            key=body_key,
+        )
         return self.encoder.finish(x, finish_key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:

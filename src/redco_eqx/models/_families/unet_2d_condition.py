@@ -33,15 +33,31 @@ class UNet2DConditionConfig(StagesConfig):
     joined = {"proj": ("value", "gate")}
     model_type = "UNet2DConditionModel"
     only = {
-        **dict.fromkeys((
-            "addition_embed_type", "class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type",
-            "num_attention_heads", "num_class_embeds", "reverse_transformer_layers_per_block",
-            "time_cond_proj_dim", "time_embedding_act_fn", "time_embedding_dim", "timestep_post_act",
-        )),
-        **dict.fromkeys((
-            "center_input_sample", "class_embeddings_concat", "dual_cross_attention", "only_cross_attention",
-            "resnet_skip_time_act",
-        ), False),
+        **dict.fromkeys(
+            (
+                "addition_embed_type",
+                "class_embed_type",
+                "encoder_hid_dim",
+                "encoder_hid_dim_type",
+                "num_attention_heads",
+                "num_class_embeds",
+                "reverse_transformer_layers_per_block",
+                "time_cond_proj_dim",
+                "time_embedding_act_fn",
+                "time_embedding_dim",
+                "timestep_post_act",
+            )
+        ),
+        **dict.fromkeys(
+            (
+                "center_input_sample",
+                "class_embeddings_concat",
+                "dual_cross_attention",
+                "only_cross_attention",
+                "resnet_skip_time_act",
+            ),
+            False,
+        ),
         **dict.fromkeys(("downsample_padding", "mid_block_scale_factor", "resnet_out_scale_factor"), 1),
         **dict.fromkeys(("conv_in_kernel", "conv_out_kernel"), 3),
         "act_fn": "silu",
@@ -49,7 +65,7 @@ class UNet2DConditionConfig(StagesConfig):
         "mid_block_type": "UNetMidBlock2DCrossAttn",
         "resnet_time_scale_shift": "default",
         "time_embedding_type": "positional",
-    }  # fmt: skip
+    }
 
     sample_size: int | tuple[int, ...] | None = None
     in_channels: int = 4
@@ -104,17 +120,27 @@ class UNet2DConditionModel(ImageModel):
 
         def make_resnet(num_in: int, num_out: int, key: Key) -> ResnetBlock:
             return ResnetBlock(
-                num_in, num_out, time_size=time_size, num_groups=num_groups, eps=config.norm_eps,
-                dropout=config.dropout, key=key,
-            )  # fmt: skip
+                num_in,
+                num_out,
+                time_size=time_size,
+                num_groups=num_groups,
+                eps=config.norm_eps,
+                dropout=config.dropout,
+                key=key,
+            )
 
         def attention_of(stage: int) -> MakeAttention:
             names = "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block"
             memory_size, num_heads, num_layers = (config.per_stage(name)[stage] for name in names)
             return lambda key: SpatialTransformer(
-                channels[stage], memory_size, num_heads, num_layers=num_layers, num_groups=num_groups,
-                is_linear=config.use_linear_projection, key=key,
-            )  # fmt: skip
+                channels[stage],
+                memory_size,
+                num_heads,
+                num_layers=num_layers,
+                num_groups=num_groups,
+                is_linear=config.use_linear_projection,
+                key=key,
+            )
 
         num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
@@ -177,9 +203,11 @@ class UNet2DConditionModel(ImageModel):
                 f"cross_attention_dim={config.cross_attention_dim}."
             )
         time = sinusoids(
-            timesteps, config.block_out_channels[0],
-            flip_sin_to_cos=config.flip_sin_to_cos, freq_shift=config.freq_shift,
-        )  # fmt: skip
+            timesteps,
+            config.block_out_channels[0],
+            flip_sin_to_cos=config.flip_sin_to_cos,
+            freq_shift=config.freq_shift,
+        )
         time = self.time_embedding(time.astype(sample.dtype))
         given = Given(time, encoder_hidden_states, self.attention, self.remat)
         down_key, mid_key, up_key = split_key(key, 3)

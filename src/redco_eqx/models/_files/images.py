@@ -17,10 +17,16 @@ from redco_eqx.models._files.directory import read_json
 PREPROCESSOR = "preprocessor_config.json"
 
 KINDS: dict[str, dict[str, Json]] = {
-    "ViT": {}, "DeiT": {"size": 256, "resample": 3, "do_center_crop": True},
-    "CLIP": {"size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True, "image_std": [
-        0.26862954, 0.26130258, 0.27577711], "image_mean": [0.48145466, 0.4578275, 0.40821073]},
-}  # fmt: skip
+    "ViT": {},
+    "DeiT": {"size": 256, "resample": 3, "do_center_crop": True},
+    "CLIP": {
+        "size": {"shortest_edge": 224},
+        "resample": 3,
+        "do_center_crop": True,
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    },
+}
 """The types of processors that do these steps, and the values of entries that a file leaves out."""
 
 MAX_SIDE = 4096

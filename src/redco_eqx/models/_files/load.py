@@ -246,23 +246,39 @@ def _find(
         key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
         for key, name in match.found.items()
     }
-    problems = [f"{len(names)} {what}: {first_few(names)}" for what, names in (
-        ("missing", [
-            f"{key} {list(shape)}" for key, shape in shapes.items()
-            if key not in found and key not in family.buffers and not key.startswith(may_lack)
-        ]),
-        ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
-        ("of a wrong shape", [
-            f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
-            for key, x in found.items() if x.shape != shapes[key]
-        ]),
-        ("of an unsupported dtype", [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES]),
-        ("there twice", [f"{key} as {one} and as {two}" for key, one, two in match.twice]),
-        ("different from the table that config.json ties it to", [
-            f"{key} and {table}" for key, table in match.tied.items()
-            if table in found and not _equal(stored[key], found[table])
-        ]),
-    ) if names]  # fmt: skip
+    problems = [
+        f"{len(names)} {what}: {first_few(names)}"
+        for what, names in (
+            (
+                "missing",
+                [
+                    f"{key} {list(shape)}"
+                    for key, shape in shapes.items()
+                    if key not in found and key not in family.buffers and not key.startswith(may_lack)
+                ],
+            ),
+            ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
+            (
+                "of a wrong shape",
+                [
+                    f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
+                    for key, x in found.items()
+                    if x.shape != shapes[key]
+                ],
+            ),
+            ("of an unsupported dtype", [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES]),
+            ("there twice", [f"{key} as {one} and as {two}" for key, one, two in match.twice]),
+            (
+                "different from the table that config.json ties it to",
+                [
+                    f"{key} and {table}"
+                    for key, table in match.tied.items()
+                    if table in found and not _equal(stored[key], found[table])
+                ],
+            ),
+        )
+        if names
+    ]
     if problems:
         raise ValueError(
             f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json.\n  "

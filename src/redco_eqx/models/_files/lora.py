@@ -41,13 +41,25 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """The allowed values of entries, besides null, false or empty."""
 _OTHERS = {
-    "r", "lora_alpha",  # read here
+    "r",
+    "lora_alpha",  # read here
     # the places of the branches, which the keys state
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
-    "lora_dropout", "inference_mode", "eva_config",  # for training
-    "auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type",  # names and versions
-    "megatron_core", "qalora_group_size",  # have defaults, and belong to entries that are refused
-}  # fmt: skip
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "ensure_weight_tying",
+    "lora_dropout",
+    "inference_mode",
+    "eva_config",  # for training
+    "auto_mapping",
+    "base_model_name_or_path",
+    "peft_version",
+    "revision",
+    "task_type",  # names and versions
+    "megatron_core",
+    "qalora_group_size",  # have defaults, and belong to entries that are refused
+}
 """Entries with any value: the logits do not depend on them. All unknown entries are refused."""
 
 
@@ -98,9 +110,13 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         "task_type": "CAUSAL_LM" if isinstance(model, DecoderLM) else None,
         "base_model_name_or_path": base or model.config.source,
         "target_modules": sorted({path.rpartition(".")[2] for path in branches}),
-        "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0,
-        "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
     directory = Path(directory).expanduser()
 
     def write(fetched: Iterator[np.ndarray]) -> None:
@@ -199,10 +215,12 @@ def _check(file: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored
     shapes = {key: entry.file_shape for entry in entries.values() for key in entry.keys}
     problems = [f"{key} {list(shape)} is missing" for key, shape in shapes.items() if key not in stored]
     problems += [
-        f"{x.key} is {x.dtype}{list(x.shape)} instead of {list(shapes[key])}" if key in shapes else
-        f"{x.key} is of a layer that the model does not have"
-        for key, x in stored.items() if x.shape != shapes.get(key) or x.dtype not in NAMES
-    ]  # fmt: skip
+        f"{x.key} is {x.dtype}{list(x.shape)} instead of {list(shapes[key])}"
+        if key in shapes
+        else f"{x.key} is of a layer that the model does not have"
+        for key, x in stored.items()
+        if x.shape != shapes.get(key) or x.dtype not in NAMES
+    ]
     if problems:
         raise ValueError(
             f"load_lora: {file} does not fit the model: {first_few(problems)}. If only some layers have "

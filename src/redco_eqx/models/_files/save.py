@@ -61,12 +61,14 @@ def card_of(model: Model, name: str, history: RunHistory) -> str:
     sizes = {} if mesh is None else mesh.shape
     text = _FORM.format(
         library="diffusers" if "diffusion" in model.config.weights else "transformers",
-        name=name, architecture=model.architecture or type(model).__name__, dtype=common_dtype(arrays),
+        name=name,
+        architecture=model.architecture or type(model).__name__,
+        dtype=common_dtype(arrays),
         num_parameters=sum(math.prod(entry.unpadded_shape) for entry in entries_of(model)),
         step=max((step for step, _ in last.values()), default=0),
         versions=" and ".join(f"{x} {importlib.metadata.version(x)}" for x in ("redco_eqx", "jax")),
         place=" x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device",
-    )  # fmt: skip
+    )
     return text + "".join(f"| `{metric}` | {step} | {value:.6g} |\n" for metric, (step, value) in last.items())
 
 
@@ -131,9 +133,12 @@ def save_pretrained(
     config = model.config.to_file(dtype=dtype, architecture=model.architecture)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     write_together(
-        "save_pretrained", directory, itertools.chain.from_iterable(plan), arrays,
+        "save_pretrained",
+        directory,
+        itertools.chain.from_iterable(plan),
+        arrays,
         lambda fetched: _write(directory, plan, text, fetched, model.config, card),
-    )  # fmt: skip
+    )
 
 
 def _check_family(model: Model) -> None:
@@ -146,14 +151,22 @@ def _check_family(model: Model) -> None:
     )
     own, wanted = ({entry.path: entry.unpadded_shape for entry in x} for x in (entries, entries_of(fresh)))
     extra = [path for path in own if path not in wanted]
-    problems = [f"{len(paths)} {what}: {first_few(paths)}" for what, paths in (
-        ("unknown", extra),
-        ("missing", [path for path in wanted if path not in own]),
-        ("of a wrong shape", [
-            f"{path} {list(own[path])} instead of {list(shape)}"
-            for path, shape in wanted.items() if own.get(path, shape) != shape
-        ]),
-    ) if paths]  # fmt: skip
+    problems = [
+        f"{len(paths)} {what}: {first_few(paths)}"
+        for what, paths in (
+            ("unknown", extra),
+            ("missing", [path for path in wanted if path not in own]),
+            (
+                "of a wrong shape",
+                [
+                    f"{path} {list(own[path])} instead of {list(shape)}"
+                    for path, shape in wanted.items()
+                    if own.get(path, shape) != shape
+                ],
+            ),
+        )
+        if paths
+    ]
     if problems:
         hint = ""
         if any(path.endswith((".lora_a", ".lora_b")) for path in extra):

@@ -113,8 +113,11 @@ def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options
         step_key = None if key is None else jax.random.fold_in(key, step)
         token = sample(
             logits,
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, key=step_key,
-        )  # fmt: skip
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            key=step_key,
+        )
         return token.astype(jnp.int32)
 
     def write(output: Array, token: Array, ended: Array, step: Int[Array, ""]) -> tuple[Array, Array]:
