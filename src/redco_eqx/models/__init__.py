@@ -6,161 +6,106 @@ configuration and a model. For images from texts: `load_stable_diffusion`, `save
 and a `DecoderLM`, an `EncoderDecoder`, or a `Model` (if it writes no text), whose layers take a `Context`.
 """
 
-from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, Labels
-from redco_eqx.models._blocks.context import Cache, Context, Memory
-from redco_eqx.models._blocks.decoder import DecoderLM, pad_vocabulary
-from redco_eqx.models._blocks.dropout import add_and_norm
-from redco_eqx.models._blocks.encoder import encode_tokens
-from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
-from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm, TiedHead
-from redco_eqx.models._blocks.lora import LoRA, add_lora, lora_spec, merge_lora
-from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
-from redco_eqx.models._blocks.multihead import MultiHeadAttention
-from redco_eqx.models._blocks.positions import Rope, relative_bias, rotate
-from redco_eqx.models._diffusion.scheduler import Scheduler, denoise
-from redco_eqx.models._diffusion.schedulers import DDIMScheduler, DDPMScheduler, PNDMScheduler
-from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration, OPTConfig, OPTForCausalLM
-from redco_eqx.models._families.bert import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-)
-from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
-from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM
-from redco_eqx.models._families.gpt_neox import GPTNeoXConfig, GPTNeoXForCausalLM
-from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
-from redco_eqx.models._families.llama_variants import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
-from redco_eqx.models._families.mixtral import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig
-from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
-from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
+from redco_eqx.models._blocks.attention import split_heads as split_heads
+from redco_eqx.models._blocks.config import Config as Config
+from redco_eqx.models._blocks.config import Labels as Labels
+from redco_eqx.models._blocks.context import Cache as Cache
+from redco_eqx.models._blocks.context import Context as Context
+from redco_eqx.models._blocks.context import Memory as Memory
+from redco_eqx.models._blocks.decoder import DecoderLM as DecoderLM
+from redco_eqx.models._blocks.decoder import pad_vocabulary as pad_vocabulary
+from redco_eqx.models._blocks.dropout import add_and_norm as add_and_norm
+from redco_eqx.models._blocks.encoder import encode_tokens as encode_tokens
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder as EncoderDecoder
+from redco_eqx.models._blocks.encoder_decoder import shift_right as shift_right
+from redco_eqx.models._blocks.layers import Embedding as Embedding
+from redco_eqx.models._blocks.layers import LayerNorm as LayerNorm
+from redco_eqx.models._blocks.layers import Linear as Linear
+from redco_eqx.models._blocks.layers import RMSNorm as RMSNorm
+from redco_eqx.models._blocks.layers import TiedHead as TiedHead
+from redco_eqx.models._blocks.lora import LoRA as LoRA
+from redco_eqx.models._blocks.lora import add_lora as add_lora
+from redco_eqx.models._blocks.lora import lora_spec as lora_spec
+from redco_eqx.models._blocks.lora import merge_lora as merge_lora
+from redco_eqx.models._blocks.model import Model as Model
+from redco_eqx.models._blocks.model import Options as Options
+from redco_eqx.models._blocks.model import make_layers as make_layers
+from redco_eqx.models._blocks.model import run_layers as run_layers
+from redco_eqx.models._blocks.multihead import MultiHeadAttention as MultiHeadAttention
+from redco_eqx.models._blocks.positions import Rope as Rope
+from redco_eqx.models._blocks.positions import relative_bias as relative_bias
+from redco_eqx.models._blocks.positions import rotate as rotate
+from redco_eqx.models._diffusion.scheduler import Scheduler as Scheduler
+from redco_eqx.models._diffusion.scheduler import denoise as denoise
+from redco_eqx.models._diffusion.schedulers import DDIMScheduler as DDIMScheduler
+from redco_eqx.models._diffusion.schedulers import DDPMScheduler as DDPMScheduler
+from redco_eqx.models._diffusion.schedulers import PNDMScheduler as PNDMScheduler
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL as AutoencoderKL
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKLConfig as AutoencoderKLConfig
+from redco_eqx.models._families.bart import BartConfig as BartConfig
+from redco_eqx.models._families.bart import BartForConditionalGeneration as BartForConditionalGeneration
+from redco_eqx.models._families.bart import OPTConfig as OPTConfig
+from redco_eqx.models._families.bart import OPTForCausalLM as OPTForCausalLM
+from redco_eqx.models._families.bert import BertConfig as BertConfig
+from redco_eqx.models._families.bert import BertForMaskedLM as BertForMaskedLM
+from redco_eqx.models._families.bert import BertForSequenceClassification as BertForSequenceClassification
+from redco_eqx.models._families.bert import BertModel as BertModel
+from redco_eqx.models._families.bert import RobertaConfig as RobertaConfig
+from redco_eqx.models._families.bert import RobertaForMaskedLM as RobertaForMaskedLM
+from redco_eqx.models._families.bert import RobertaForSequenceClassification as RobertaForSequenceClassification
+from redco_eqx.models._families.clip import CLIPTextConfig as CLIPTextConfig
+from redco_eqx.models._families.clip import CLIPTextModel as CLIPTextModel
+from redco_eqx.models._families.gpt2 import Conv1D as Conv1D
+from redco_eqx.models._families.gpt2 import GPT2Config as GPT2Config
+from redco_eqx.models._families.gpt2 import GPT2LMHeadModel as GPT2LMHeadModel
+from redco_eqx.models._families.gpt2 import GPTJConfig as GPTJConfig
+from redco_eqx.models._families.gpt2 import GPTJForCausalLM as GPTJForCausalLM
+from redco_eqx.models._families.gpt_neox import GPTNeoXConfig as GPTNeoXConfig
+from redco_eqx.models._families.gpt_neox import GPTNeoXForCausalLM as GPTNeoXForCausalLM
+from redco_eqx.models._families.llama import LlamaConfig as LlamaConfig
+from redco_eqx.models._families.llama import LlamaForCausalLM as LlamaForCausalLM
+from redco_eqx.models._families.llama_variants import Gemma2Config as Gemma2Config
+from redco_eqx.models._families.llama_variants import Gemma3TextConfig as Gemma3TextConfig
+from redco_eqx.models._families.llama_variants import MistralConfig as MistralConfig
+from redco_eqx.models._families.llama_variants import Olmo2Config as Olmo2Config
+from redco_eqx.models._families.llama_variants import Phi3Config as Phi3Config
+from redco_eqx.models._families.llama_variants import Qwen2Config as Qwen2Config
+from redco_eqx.models._families.llama_variants import Qwen3Config as Qwen3Config
+from redco_eqx.models._families.llama_variants import SmolLM3Config as SmolLM3Config
+from redco_eqx.models._families.mixtral import MixtralConfig as MixtralConfig
+from redco_eqx.models._families.mixtral import MixtralForCausalLM as MixtralForCausalLM
+from redco_eqx.models._families.mixtral import Qwen3MoeConfig as Qwen3MoeConfig
+from redco_eqx.models._families.t5 import T5Config as T5Config
+from redco_eqx.models._families.t5 import T5ForConditionalGeneration as T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig as UNet2DConditionConfig
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionModel as UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
+    VisionEncoderDecoderConfig as VisionEncoderDecoderConfig,
 )
-from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
-from redco_eqx.models._files.images import ImageProcessor, load_image_processor
-from redco_eqx.models._files.load import load_pretrained
-from redco_eqx.models._files.lora import load_lora, save_lora
-from redco_eqx.models._files.pipeline import load_stable_diffusion, save_stable_diffusion
-from redco_eqx.models._files.save import save_pretrained
-from redco_eqx.models._generate.beam_search import Hypotheses, beam_search
-from redco_eqx.models._generate.generate import generate
-from redco_eqx.models._text_to_image.stable_diffusion import (
-    StableDiffusion,
-    noise_losses,
-    parts_spec,
-    sample_images,
-    to_uint8,
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderModel as VisionEncoderDecoderModel,
 )
+from redco_eqx.models._families.vit import ViTConfig as ViTConfig
+from redco_eqx.models._families.vit import ViTForImageClassification as ViTForImageClassification
+from redco_eqx.models._families.vit import ViTModel as ViTModel
+from redco_eqx.models._files.images import ImageProcessor as ImageProcessor
+from redco_eqx.models._files.images import load_image_processor as load_image_processor
+from redco_eqx.models._files.load import load_pretrained as load_pretrained
+from redco_eqx.models._files.lora import load_lora as load_lora
+from redco_eqx.models._files.lora import save_lora as save_lora
+from redco_eqx.models._files.pipeline import load_stable_diffusion as load_stable_diffusion
+from redco_eqx.models._files.pipeline import save_stable_diffusion as save_stable_diffusion
+from redco_eqx.models._files.save import save_pretrained as save_pretrained
+from redco_eqx.models._generate.beam_search import Hypotheses as Hypotheses
+from redco_eqx.models._generate.beam_search import beam_search as beam_search
+from redco_eqx.models._generate.generate import generate as generate
+from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion as StableDiffusion
+from redco_eqx.models._text_to_image.stable_diffusion import noise_losses as noise_losses
+from redco_eqx.models._text_to_image.stable_diffusion import parts_spec as parts_spec
+from redco_eqx.models._text_to_image.stable_diffusion import sample_images as sample_images
+from redco_eqx.models._text_to_image.stable_diffusion import to_uint8 as to_uint8
 
-__all__ = [
-    "AutoencoderKL",
-    "AutoencoderKLConfig",
-    "BartConfig",
-    "BartForConditionalGeneration",
-    "BertConfig",
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-    "BertModel",
-    "CLIPTextConfig",
-    "CLIPTextModel",
-    "Cache",
-    "Config",
-    "Context",
-    "Conv1D",
-    "DDIMScheduler",
-    "DDPMScheduler",
-    "DecoderLM",
-    "Embedding",
-    "EncoderDecoder",
-    "GPT2Config",
-    "GPT2LMHeadModel",
-    "GPTJConfig",
-    "GPTJForCausalLM",
-    "GPTNeoXConfig",
-    "GPTNeoXForCausalLM",
-    "Gemma2Config",
-    "Gemma3TextConfig",
-    "Hypotheses",
-    "ImageProcessor",
-    "Labels",
-    "LayerNorm",
-    "Linear",
-    "LlamaConfig",
-    "LlamaForCausalLM",
-    "LoRA",
-    "Memory",
-    "MistralConfig",
-    "MixtralConfig",
-    "MixtralForCausalLM",
-    "Model",
-    "MultiHeadAttention",
-    "OPTConfig",
-    "OPTForCausalLM",
-    "Olmo2Config",
-    "Options",
-    "PNDMScheduler",
-    "Phi3Config",
-    "Qwen2Config",
-    "Qwen3Config",
-    "Qwen3MoeConfig",
-    "RMSNorm",
-    "RobertaConfig",
-    "RobertaForMaskedLM",
-    "RobertaForSequenceClassification",
-    "Rope",
-    "Scheduler",
-    "SmolLM3Config",
-    "StableDiffusion",
-    "T5Config",
-    "T5ForConditionalGeneration",
-    "TiedHead",
-    "UNet2DConditionConfig",
-    "UNet2DConditionModel",
-    "ViTConfig",
-    "ViTForImageClassification",
-    "ViTModel",
-    "VisionEncoderDecoderConfig",
-    "VisionEncoderDecoderModel",
-    "add_and_norm",
-    "add_lora",
-    "beam_search",
-    "denoise",
-    "encode_tokens",
-    "generate",
-    "load_image_processor",
-    "load_lora",
-    "load_pretrained",
-    "load_stable_diffusion",
-    "lora_spec",
-    "make_layers",
-    "merge_lora",
-    "noise_losses",
-    "pad_vocabulary",
-    "parts_spec",
-    "relative_bias",
-    "rotate",
-    "run_layers",
-    "sample_images",
-    "save_lora",
-    "save_pretrained",
-    "save_stable_diffusion",
-    "shift_right",
-    "split_heads",
-    "to_uint8",
-]
+# The imports above are the only list of the public names.
+_NAMES = [name for name, x in globals().items() if callable(x) and not name.startswith("_")]
+
+__all__ = sorted(_NAMES, key=lambda name: (name[0].islower(), name))  # pyright: ignore[reportUnsupportedDunderAll]
