@@ -29,7 +29,7 @@ from redco_eqx.models._blocks.decoder import check_can_pad, pad_vocabulary
 from redco_eqx.models._blocks.model import Model, Options, count_layers
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
-from redco_eqx.models._files.names import Entry, count_stored, entries_of, match_keys
+from redco_eqx.models._files.names import Entry, count_stored, entries_of, list_problems, match_keys
 from redco_eqx.models._files.pieces import place
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
 
@@ -246,43 +246,28 @@ def _find(
         key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
         for key, name in match.found.items()
     }
-    problems = [
-        f"{len(names)} {what}: {first_few(names)}"
-        for what, names in (
-            (
-                "missing",
-                [
-                    f"{key} {list(shape)}"
-                    for key, shape in shapes.items()
-                    if key not in found and key not in family.buffers and not key.startswith(may_lack)
-                ],
-            ),
-            ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
-            (
-                "of a wrong shape",
-                [
-                    f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
-                    for key, x in found.items()
-                    if x.shape != shapes[key]
-                ],
-            ),
-            ("of an unsupported dtype", [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES]),
-            ("there twice", [f"{key} as {one} and as {two}" for key, one, two in match.twice]),
-            (
-                "different from the table that config.json ties it to",
-                [
-                    f"{key} and {table}"
-                    for key, table in match.tied.items()
-                    if table in found and not _equal(stored[key], found[table])
-                ],
-            ),
-        )
-        if names
+    given = {*found, *family.buffers}
+    missing = [key for key in shapes if key not in given and not key.startswith(may_lack)]
+    misshapen = [(x, shapes[key]) for key, x in found.items() if x.shape != shapes[key]]
+    untied = [
+        (key, table)
+        for key, table in match.tied.items()
+        if table in found and not _equal(stored[key], found[table])
     ]
-    if problems:
+    problems = {
+        "missing": [f"{key} {list(shapes[key])}" for key in missing],
+        "unexpected": [f"{key} {list(stored[key].shape)}" for key in match.unexpected],
+        "of a wrong shape": [
+            f"{x.key} {list(x.shape)} instead of {list(shape)} in {x.file.name}" for x, shape in misshapen
+        ],
+        "of an unsupported dtype": [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES],
+        "there twice": [f"{key} as {one} and as {two}" for key, one, two in match.twice],
+        "different from the table that config.json ties it to": [f"{key} and {table}" for key, table in untied],
+    }
+    if text := list_problems(problems):
         raise ValueError(
-            f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json.\n  "
-            + "\n  ".join(problems)
+            f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json."
+            f"{text}"
         )
     if match.dropped:
         warnings.warn(

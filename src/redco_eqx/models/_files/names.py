@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from redco_eqx._base.tree import join, to_arrays
+from redco_eqx._base.tree import first_few, join, to_arrays
 from redco_eqx.models._blocks.decoder import is_vocabulary
 from redco_eqx.models._blocks.model import Model
 
@@ -143,6 +143,11 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
             match.found[table] = head
             del match.tied[head]
     return match
+
+
+def list_problems(problems: Mapping[str, Sequence[str]]) -> str:
+    """Return a line of an error for each kind of problem that some arrays have; `""` if there are none."""
+    return "".join(f"\n  {len(x)} {kind}: {first_few(x)}" for kind, x in problems.items() if x)
 
 
 def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:

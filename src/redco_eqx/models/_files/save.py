@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from redco_eqx._base.tree import first_few, to_arrays
+from redco_eqx._base.tree import to_arrays
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
-from redco_eqx.models._files.names import entries_of
+from redco_eqx.models._files.names import entries_of, list_problems
 from redco_eqx.models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
 from redco_eqx.models._files.safetensors import write_file
 
@@ -151,29 +151,19 @@ def _check_family(model: Model) -> None:
     )
     own, wanted = ({entry.path: entry.unpadded_shape for entry in x} for x in (entries, entries_of(fresh)))
     extra = [path for path in own if path not in wanted]
-    problems = [
-        f"{len(paths)} {what}: {first_few(paths)}"
-        for what, paths in (
-            ("unknown", extra),
-            ("missing", [path for path in wanted if path not in own]),
-            (
-                "of a wrong shape",
-                [
-                    f"{path} {list(own[path])} instead of {list(shape)}"
-                    for path, shape in wanted.items()
-                    if own.get(path, shape) != shape
-                ],
-            ),
-        )
-        if paths
-    ]
-    if problems:
+    misshapen = [path for path in wanted if path in own and own[path] != wanted[path]]
+    problems = {
+        "unknown": extra,
+        "missing": [path for path in wanted if path not in own],
+        "of a wrong shape": [f"{path} {list(own[path])} instead of {list(wanted[path])}" for path in misshapen],
+    }
+    if text := list_problems(problems):
         hint = ""
         if any(path.endswith((".lora_a", ".lora_b")) for path in extra):
             hint = "\nmerge_lora(model) adds the branches to its weights; save_lora writes them alone."
         raise ValueError(
             f"save_pretrained: the arrays are not those of a {family.__name__} with this configuration, and it "
-            "would not open.\n  " + "\n  ".join(problems) + hint
+            f"would not open.{text}{hint}"
         )
 
 
