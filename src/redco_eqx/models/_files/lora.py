@@ -41,24 +41,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """The allowed values of entries, besides null, false or empty."""
 _OTHERS = {
-    "r",
-    "lora_alpha",  # read here
+    *("r", "lora_alpha"),  # read here
     # the places of the branches, which the keys state
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "ensure_weight_tying",
-    "lora_dropout",
-    "inference_mode",
-    "eva_config",  # for training
-    "auto_mapping",
-    "base_model_name_or_path",
-    "peft_version",
-    "revision",
-    "task_type",  # names and versions
-    "megatron_core",
-    "qalora_group_size",  # have defaults, and belong to entries that are refused
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("lora_dropout", "inference_mode", "eva_config"),  # for training
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"),  # names and versions
+    *("megatron_core", "qalora_group_size"),  # have defaults, and belong to entries that are refused
 }
 """Entries with any value: the logits do not depend on them. All unknown entries are refused."""
 
