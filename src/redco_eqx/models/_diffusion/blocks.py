@@ -15,6 +15,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import Remat, column, row
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx.models._blocks.attention import Implementation, attend, split_heads
+from redco_eqx.models._blocks.context import Hidden
 from redco_eqx.models._blocks.dropout import split_key
 from redco_eqx.models._blocks.layers import LayerNorm, Linear
 from redco_eqx.models._diffusion.layers import Conv, Downsample, GroupNorm, ResnetBlock, Upsample, make_linear
@@ -47,12 +48,7 @@ class Attention(eqx.Module):
         self.to_out = [make_linear(size, size, key=out_key)]
         self.num_heads = num_heads
 
-    def read(
-        self,
-        x: Float[Array, "b t size"],
-        memory: Float[Array, "b s _"] | None,
-        implementation: Implementation | None,
-    ) -> Float[Array, "b t size"]:
+    def read(self, x: Hidden, memory: Float[Array, "b s _"] | None, given: "Given") -> Hidden:
         """Compute the attention of the tokens `x` over `memory`, or over themselves without it."""
         unit = self.to_q.out_features // self.num_heads
         if memory is None:
@@ -61,7 +57,7 @@ class Attention(eqx.Module):
             # A text is short, so a layout may split keys and values by its features alone: follow that layout.
             projected = self.to_q(x), self.to_k(memory), self.to_v(memory)
         q, k, v = (split_heads(y, unit) for y in projected)
-        heads = attend(q, k, v, causal=False, implementation=implementation)
+        heads = attend(q, k, v, causal=False, implementation=given.attention)
         return row(rearrange(heads, "b t h d -> b t (h d)"), self.to_out[0], unit=unit)
 
 
@@ -74,13 +70,8 @@ class PixelAttention(Attention):
         super().__init__(channels, channels, 1, use_bias=True, key=key)
         self.group_norm = GroupNorm(num_groups, channels, eps=eps)
 
-    def __call__(
-        self,
-        x: Float[Array, "b c h w"],
-        memory: Float[Array, "b s _"] | None,
-        implementation: Implementation | None,
-    ) -> Float[Array, "b c h w"]:
-        return x + to_image(self.read(to_tokens(self.group_norm(x)), None, implementation), x)
+    def __call__(self, x: Float[Array, "b c h w"], given: "Given") -> Float[Array, "b c h w"]:
+        return x + to_image(self.read(to_tokens(self.group_norm(x)), None, given), x)
 
 
 class GEGLU(eqx.Module):
@@ -112,7 +103,7 @@ class FeedForward(eqx.Module):
         in_key, out_key = jax.random.split(key)
         self.net = (GEGLU(size, 4 * size, key=in_key), None, make_linear(4 * size, size, key=out_key))
 
-    def __call__(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden) -> Hidden:
         opening, _, closing = self.net
         return row(opening(x), closing)
 
@@ -134,14 +125,9 @@ class TransformerBlock(eqx.Module):
         self.attn2 = Attention(size, text_size, num_heads, key=text_key)
         self.ff = FeedForward(size, key=mlp_key)
 
-    def __call__(
-        self,
-        x: Float[Array, "b t size"],
-        text: Float[Array, "b s text_size"],
-        implementation: Implementation | None,
-    ) -> Float[Array, "b t size"]:
-        x = x + self.attn1.read(self.norm1(x), None, implementation)
-        x = x + self.attn2.read(self.norm2(x), text, implementation)
+    def __call__(self, x: Hidden, given: "Given") -> Hidden:
+        x = x + self.attn1.read(self.norm1(x), None, given)
+        x = x + self.attn2.read(self.norm2(x), given.text, given)
         return x + self.ff(self.norm3(x))
 
 
@@ -161,8 +147,8 @@ class SpatialTransformer(eqx.Module):
         channels: int,
         text_size: int,
         num_heads: int,
-        *,
         num_layers: int,
+        *,
         num_groups: int,
         is_linear: bool,
         key: Key,
@@ -179,25 +165,21 @@ class SpatialTransformer(eqx.Module):
         self.transformer_blocks = [TransformerBlock(channels, text_size, num_heads, key=key) for key in keys]
         self.proj_out = project(out_key)
 
-    def __call__(
-        self,
-        x: Float[Array, "b c h w"],
-        text: Float[Array, "b s text_size"],
-        implementation: Implementation | None,
-    ) -> Float[Array, "b c h w"]:
+    def __call__(self, x: Float[Array, "b c h w"], given: "Given") -> Float[Array, "b c h w"]:
         y = self.norm(x)
         y = self.proj_in(to_tokens(y)) if isinstance(self.proj_in, Linear) else to_tokens(self.proj_in(y))
         for block in self.transformer_blocks:
-            y = block(y, text, implementation)
+            y = block(y, given)
         if isinstance(self.proj_out, Linear):
             return x + to_image(self.proj_out(y), x)
         return x + self.proj_out(to_image(y, x))
 
 
 AnyAttention: TypeAlias = SpatialTransformer | PixelAttention
-MakeResnet: TypeAlias = Callable[[int, int, Key], ResnetBlock]
-"""`(channels in, channels out, key) -> block`."""
-MakeAttention: TypeAlias = Callable[[Key], AnyAttention]
+MakeResnet: TypeAlias = Callable[..., ResnetBlock]
+"""`(channels in, channels out, key=key) -> block`."""
+MakeAttention: TypeAlias = Callable[..., AnyAttention]
+"""`(key=key) -> block`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +211,7 @@ class Given:
             resnet, attention, skip = layer
             x = x if skip is None else jnp.concatenate([x, skip], axis=1)
             x = resnet(x, self.time, key)
-            return x if attention is None else attention(x, self.text, self.attention)
+            return x if attention is None else attention(x, self)
 
         return scan_layers(one, [(resnet, attention, skip)], x, remat=self.remat)
 
@@ -267,9 +249,9 @@ class Stage(eqx.Module):
     ):
         resnets_key, attentions_key, last_key = jax.random.split(key, 3)
         keys = jax.random.split(resnets_key, len(num_in))
-        self.resnets = [make_resnet(num, num_out, key) for num, key in zip(num_in, keys)]
+        self.resnets = [make_resnet(num, num_out, key=key) for num, key in zip(num_in, keys)]
         keys = jax.random.split(attentions_key, len(num_in) - is_middle)
-        self.attentions = None if make_attention is None else [make_attention(key) for key in keys]
+        self.attentions = None if make_attention is None else [make_attention(key=key) for key in keys]
         halves = padding is not None
         self.downsamplers = [Downsample(num_out, padding=padding, key=last_key)] if halves else None
         self.upsamplers = [Upsample(num_out, key=last_key)] if enlarges else None

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.model import Options
-from redco_eqx.models._diffusion.blocks import Given, PixelAttention, Stage
+from redco_eqx.models._diffusion.blocks import Given, MakeResnet, PixelAttention, Stage
 from redco_eqx.models._diffusion.layers import Conv, GroupNorm, ResnetBlock
 from redco_eqx.models._diffusion.model import ImageModel, StagesConfig, check_image
 
@@ -65,10 +65,10 @@ class Encoder(eqx.Module):
         in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
         channels, last = config.block_out_channels, config.num_layers - 1
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
-        self.down_blocks = []
+        self.down_blocks, make_resnet = [], _resnet_maker(config)
         for i, key in enumerate(keys):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * (config.layers_per_block - 1)]
-            padding, make_resnet = None if i == last else (0, 1), partial(_make_resnet, config)
+            padding = None if i == last else (0, 1)
             self.down_blocks.append(Stage(num_in, channels[i], make_resnet, None, padding=padding, key=key))
         self.mid_block = _make_mid_block(config, mid_key)
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
@@ -95,10 +95,9 @@ class Decoder(eqx.Module):
         channels, last = config.block_out_channels[::-1], config.num_layers - 1
         self.conv_in = Conv(config.latent_channels, channels[0], 3, key=in_key)
         self.mid_block = _make_mid_block(config, mid_key)
-        self.up_blocks = []
+        self.up_blocks, make_resnet = [], _resnet_maker(config)
         for i, key in enumerate(keys):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block]
-            make_resnet = partial(_make_resnet, config)
             self.up_blocks.append(Stage(num_in, channels[i], make_resnet, None, enlarges=i != last, key=key))
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
         self.conv_out = Conv(channels[-1], config.out_channels, 3, key=out_key)
@@ -179,16 +178,12 @@ class AutoencoderKL(ImageModel):
         return self.decoder(x, self._given)
 
 
-def _make_resnet(config: AutoencoderKLConfig, num_in: int, num_out: int, key: Key) -> ResnetBlock:
-    return ResnetBlock(num_in, num_out, time_size=None, num_groups=config.norm_num_groups, eps=EPS, key=key)
+def _resnet_maker(config: AutoencoderKLConfig) -> MakeResnet:
+    return partial(ResnetBlock, time_size=None, num_groups=config.norm_num_groups, eps=EPS)
 
 
 def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> Stage:
     channels = config.block_out_channels[-1]
-    make_resnet = partial(_make_resnet, config)
-    attention = partial(_make_attention, config) if config.mid_block_add_attention else None
-    return Stage([channels] * 2, channels, make_resnet, attention, is_middle=True, key=key)
-
-
-def _make_attention(config: AutoencoderKLConfig, key: Key) -> PixelAttention:
-    return PixelAttention(config.block_out_channels[-1], num_groups=config.norm_num_groups, eps=EPS, key=key)
+    make_attention = partial(PixelAttention, channels, num_groups=config.norm_num_groups, eps=EPS)
+    attention = make_attention if config.mid_block_add_attention else None
+    return Stage([channels] * 2, channels, _resnet_maker(config), attention, is_middle=True, key=key)

@@ -2,6 +2,7 @@
 text."""
 
 import dataclasses
+from functools import partial
 from typing import Unpack
 
 import equinox as eqx
@@ -117,30 +118,17 @@ class UNet2DConditionModel(ImageModel):
         in_key, time_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
         channels, num_groups = config.block_out_channels, config.norm_num_groups
         time_size, num_stages = 4 * channels[0], len(channels)
-
-        def make_resnet(num_in: int, num_out: int, key: Key) -> ResnetBlock:
-            return ResnetBlock(
-                num_in,
-                num_out,
-                time_size=time_size,
-                num_groups=num_groups,
-                eps=config.norm_eps,
-                dropout=config.dropout,
-                key=key,
-            )
+        make_resnet = partial(
+            ResnetBlock, time_size=time_size, num_groups=num_groups, eps=config.norm_eps, dropout=config.dropout
+        )
+        make_attention = partial(
+            SpatialTransformer, num_groups=num_groups, is_linear=config.use_linear_projection
+        )
 
         def attention_of(stage: int) -> MakeAttention:
             names = "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block"
-            memory_size, num_heads, num_layers = (config.per_stage(name)[stage] for name in names)
-            return lambda key: SpatialTransformer(
-                channels[stage],
-                memory_size,
-                num_heads,
-                num_layers=num_layers,
-                num_groups=num_groups,
-                is_linear=config.use_linear_projection,
-                key=key,
-            )
+            sizes = (config.per_stage(name)[stage] for name in names)
+            return partial(make_attention, channels[stage], *sizes)
 
         num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
