@@ -1,7 +1,7 @@
 """Scaled dot-product attention over the heads of a layer, with masks and dropout of the probabilities."""
 
 import functools
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import equinox as eqx
 import jax
@@ -17,6 +17,20 @@ from redco_eqx.models._blocks.dropout import drops
 from redco_eqx.models._blocks.layers import capped
 
 Implementation: TypeAlias = Literal["xla", "cudnn"]
+
+
+class Scoring(TypedDict, total=False):
+    """The arguments of `attend` that a layer chooses.
+
+    - `scale`: the factor on the scores; one over the root of the head size by default.
+    - `cap`: bounds the scores smoothly, as in Gemma 2; by default nothing does.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
+    """
+
+    scale: float | None
+    cap: float | None
+    dropout: eqx.nn.Dropout
+    dropout_key: Key | None
 
 
 def split_heads(x: Float[Array, "b t width"], head_size: int) -> Float[Array, "b t h d"]:

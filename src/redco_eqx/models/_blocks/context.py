@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.vocabulary import embed
-from redco_eqx.models._blocks.attention import Implementation, attend
+from redco_eqx.models._blocks.attention import Implementation, Scoring, attend
 from redco_eqx.models._blocks.dropout import dropout, drops
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding
 
@@ -164,14 +164,13 @@ class Context:
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k d"],
         cache: LayerCache | None,
-        *,
-        scale: float | None = None,
-        cap: float | None = None,
-        dropout: eqx.nn.Dropout | None = None,
-        dropout_key: Key | None = None,
+        **scoring: Unpack[Scoring],
     ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
         """Compute attention of these tokens over themselves and the cache. Return the outputs of the heads side
-        by side, and the cache with these tokens added. The options are those of `attend`.
+        by side, and the cache with these tokens added.
+
+        The options are `scale`, the factor on the scores (one over the root of the head size by default);
+        `cap`, which bounds the scores smoothly; and `dropout` of the probabilities, with its `dropout_key`.
         """
         if cache is not None:
             keys, values, layer = cache
@@ -195,24 +194,16 @@ class Context:
             mask=mask,
             bias=self.bias,
             causal=self.causal,
-            scale=scale,
-            cap=cap,
             implementation=self.implementation,
-            dropout=dropout,
-            dropout_key=dropout_key,
+            **scoring,
         )
         return rearrange(output, "b t h d -> b t (h d)"), cache
 
     def cross_attend(
-        self,
-        query: Float[Array, "b t h d"],
-        *,
-        scale: float | None = None,
-        dropout: eqx.nn.Dropout | None = None,
-        dropout_key: Key | None = None,
+        self, query: Float[Array, "b t h d"], **scoring: Unpack[Scoring]
     ) -> Float[Array, "b t width"]:
         """Compute attention of these tokens over the encoder's. Return the outputs of the heads side by side.
-        The options are those of `attend`.
+        The options are those of `Context.attend`.
         """
         if self.memory is None:
             raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
@@ -223,9 +214,7 @@ class Context:
             memory.value.astype(query.dtype),
             mask=memory.mask[:, None, None],
             causal=False,
-            scale=scale,
             implementation=self.implementation,
-            dropout=dropout,
-            dropout_key=dropout_key,
+            **scoring,
         )
         return rearrange(output, "b t h d -> b t (h d)")

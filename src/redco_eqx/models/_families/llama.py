@@ -143,15 +143,9 @@ class LlamaAttention(eqx.Module):
         if config.qk_norm == "head":
             q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
         q, k = (rotate(x, context.positions, *config.rotation(context)) for x in (q, k))
+        cap = config.entry("attn_logit_softcapping", None)
         heads, cache = context.attend(
-            q,
-            k,
-            v,
-            cache,
-            scale=config.scale,
-            cap=config.entry("attn_logit_softcapping", None),
-            dropout=self.dropout,
-            dropout_key=key,
+            q, k, v, cache, scale=config.scale, cap=cap, dropout=self.dropout, dropout_key=key
         )
         return context.row(heads, self.o_proj, unit=size), cache
 
