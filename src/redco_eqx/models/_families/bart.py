@@ -71,7 +71,7 @@ class BartConfig(Config):
 
 class BartLayer(eqx.Module):
     """Self-attention, cross-attention in the decoder, and MLP, each added to the stream. Norms come after them
-    or, with `before`, before them. OPT has the same layer.
+    or, with `before`, before them. OPT has the same layer, with more choices in its configuration.
     """
 
     self_attn: MultiHeadAttention
@@ -86,19 +86,10 @@ class BartLayer(eqx.Module):
     activation_function: str = eqx.field(static=True)
     before: bool = eqx.field(static=True)
 
-    def __init__(
-        self,
-        config: Any,
-        num_heads: int,
-        inner: int,
-        *,
-        cross: bool = False,
-        before: bool = False,
-        use_bias: bool = True,
-        affine: bool = True,
-        key: Key,
-    ):
+    def __init__(self, config: Any, num_heads: int, inner: int, *, cross: bool = False, key: Key):
         size, std, rate = config.entry("hidden_size"), config.init_std, config.attention_dropout
+        use_bias = config.entry("enable_bias", True)
+        affine = config.entry("layer_norm_elementwise_affine", True)
         self_key, cross_key, mlp_key = jax.random.split(key, 3)
 
         def attention(key: Key) -> MultiHeadAttention:
@@ -112,7 +103,8 @@ class BartLayer(eqx.Module):
         self.final_layer_norm = LayerNorm(size, affine=affine)
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.activation_dropout = eqx.nn.Dropout(config.entry("activation_dropout", 0.0))
-        self.activation_function, self.before = config.activation_function, before
+        self.activation_function = config.activation_function
+        self.before = config.entry("do_layer_norm_before", False)
 
     def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         self_key, cross_key, mlp_key, *keys = split_key(key, 6)
@@ -210,14 +202,8 @@ class BartForConditionalGeneration(EncoderDecoder):
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
         encoder = self.model.encoder
-        return encode_tokens(
-            self,
-            inputs,
-            functools.partial(encoder.embed, self.model.shared, inputs),
-            encoder.layers,
-            attention_mask=attention_mask,
-            key=key,
-        )
+        embed = functools.partial(encoder.embed, self.model.shared, inputs)
+        return encode_tokens(self, inputs, embed, encoder.layers, attention_mask=attention_mask, key=key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         return layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
@@ -288,18 +274,11 @@ class OPTDecoder(eqx.Module):
             self.project_in, self.project_out = make_linears(
                 project_key, (narrow, size), (size, narrow), use_bias=False, std=std
             )
-        before, affine = config.do_layer_norm_before, config.layer_norm_elementwise_affine
-        make_layer = functools.partial(
-            BartLayer,
-            num_heads=config.num_attention_heads,
-            inner=config.ffn_dim,
-            before=before,
-            use_bias=config.enable_bias,
-            affine=affine,
-        )
+        make_layer = functools.partial(BartLayer, num_heads=config.num_attention_heads, inner=config.ffn_dim)
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
-        is_last = before and not config._remove_final_layer_norm
-        self.final_layer_norm = LayerNorm(size, affine=affine) if is_last else None
+        self.final_layer_norm = None
+        if config.do_layer_norm_before and not config._remove_final_layer_norm:
+            self.final_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
 
 
 class OPTModel(eqx.Module):
