@@ -107,9 +107,15 @@ class BertEmbeddings(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.position_offset = config.position_offset
 
-    def __call__(self, input_ids: Ids, types: Ids, context: Context, key: Key | None) -> Hidden:
+    def __call__(
+        self, input_ids: Ids, types: Ids, positions: Ids | None, context: Context, key: Key | None
+    ) -> Hidden:
+        if positions is None and self.position_offset and context.real is not None:
+            real = context.real & (input_ids != self.position_offset - 1)
+            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1  # padding has the row before 0
+        positions = context.positions if positions is None else positions
         x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(types)
-        x = x + self.position_embeddings(context.positions + self.position_offset)
+        x = x + self.position_embeddings(positions + self.position_offset)
         return dropout(self.dropout, self.LayerNorm(x), key)
 
 
@@ -165,20 +171,8 @@ class BertModel(Model):
             (`eqx.nn.inference_mode`).
         """
         types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        if positions is None and self.config.position_offset:
-            real = input_ids != self.config.pad_token_id
-            if attention_mask is not None and attention_mask.shape == real.shape:
-                real = real & attention_mask.astype(bool)
-            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1  # padding has the row before 0
-        return encode_tokens(
-            self,
-            input_ids,
-            functools.partial(self.embeddings, input_ids, types),
-            self.encoder.layer,
-            attention_mask=attention_mask,
-            positions=positions,
-            key=key,
-        )
+        embed, layers = functools.partial(self.embeddings, input_ids, types, positions), self.encoder.layer
+        return encode_tokens(self, input_ids, embed, layers, attention_mask=attention_mask, key=key)
 
     def __call__(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""

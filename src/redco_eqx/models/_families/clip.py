@@ -54,7 +54,8 @@ class CLIPTextEmbeddings(eqx.Module):
         self.position_embedding = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
 
     def __call__(self, input_ids: Ids, context: Context, _: Key | None) -> Hidden:
-        return context.embed(self.token_embedding, input_ids) + self.position_embedding(context.positions)
+        places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+        return context.embed(self.token_embedding, input_ids) + self.position_embedding(places)
 
 
 class CLIPMLP(eqx.Module):
@@ -143,15 +144,6 @@ class CLIPTextModel(Model):
             (`eqx.nn.inference_mode`).
         """
         embed = functools.partial(self.text_model.embeddings, input_ids)
-        places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
-        x = encode_tokens(
-            self,
-            input_ids,
-            embed,
-            self.text_model.encoder.layers,
-            attention_mask=attention_mask,
-            positions=places,
-            causal=True,
-            key=key,
-        )
+        layers = self.text_model.encoder.layers
+        x = encode_tokens(self, input_ids, embed, layers, attention_mask=attention_mask, causal=True, key=key)
         return self.text_model.final_layer_norm(x)
