@@ -84,16 +84,12 @@ class T5Config(Config):
 
 
 class T5Attention(HeadsAttention):
-    """Multi-head attention with unscaled scores. The context has the bias of relative positions.
-
-    - `relative_attention_bias`: the table that all layers share, in the first layer of a list.
-    """
+    """Multi-head attention with unscaled scores. The context has the bias of relative positions."""
 
     q: Linear
     k: Linear
     v: Linear
     o: Linear
-    relative_attention_bias: Embedding | None
 
     names = ("q", "k", "v", "o")
     scale = 1.0
@@ -105,7 +101,6 @@ class T5Attention(HeadsAttention):
         self.q = Linear(size, inner, use_bias=False, std=q_std, key=q_key)
         self.k, self.v = make_linears(kv_key, *[(size, inner)] * 2, use_bias=False, std=factor * size**-0.5)
         self.o = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=o_key)
-        self.relative_attention_bias = None
         self.dropout, self.num_heads = eqx.nn.Dropout(config.dropout_rate), config.num_heads
 
 
@@ -187,12 +182,11 @@ def _finite(x: Array) -> Array:
 class T5Stack(eqx.Module):
     """The layers of the encoder or of the decoder.
 
-    - `relative_attention_bias`: the table that all layers share, if they are stacked; in a list the first layer
-        has it.
+    - `relative_attention_bias`: the table that all layers share. In files the first layer has it.
     """
 
     block: PyTree
-    relative_attention_bias: Embedding | None
+    relative_attention_bias: Embedding
     final_layer_norm: RMSNorm
     dropout: eqx.nn.Dropout
     max_distance: int = eqx.field(static=True)
@@ -202,29 +196,22 @@ class T5Stack(eqx.Module):
         layers_key, table_key = jax.random.split(key)
         num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
         make_block = functools.partial(T5Block, is_decoder=is_decoder)
-        block = make_layers(make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers)
-        std = config.initializer_factor * config.d_model**-0.5
-        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=table_key)
-        self.block = block if stacked else [_with_table(block[0], table), *block[1:]]
-        self.relative_attention_bias = table if stacked else None
+        self.block = make_layers(make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers)
+        num_buckets, std = (
+            config.relative_attention_num_buckets,
+            config.initializer_factor * config.d_model**-0.5,
+        )
+        self.relative_attention_bias = Embedding(num_buckets, config.num_heads, std=std, key=table_key)
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
         self.max_distance, self.bidirectional = config.relative_attention_max_distance, not is_decoder
-
-    @property
-    def layers(self) -> PyTree:
-        """The layers, all with the same structure."""
-        if isinstance(self.block, list):
-            return [_with_table(self.block[0], None), *self.block[1:]]
-        return self.block
 
     def bias(
         self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
     ) -> Float[Array, "n h t s"]:
         """Return the bias of relative positions, by the table that all layers share."""
-        table = self.relative_attention_bias
         return relative_bias(
-            self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table,
+            self.relative_attention_bias,
             query,
             key,
             bidirectional=self.bidirectional,
@@ -235,16 +222,6 @@ class T5Stack(eqx.Module):
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Apply the norm and dropout after the last layer."""
         return dropout(self.dropout, self.final_layer_norm(x), key)
-
-
-def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
-    """Return a layer with a different table of relative positions."""
-    return eqx.tree_at(
-        lambda block: block.layer[0].SelfAttention.relative_attention_bias,
-        block,
-        table,
-        is_leaf=lambda x: x is None,
-    )
 
 
 class T5ForConditionalGeneration(EncoderDecoder):
@@ -278,10 +255,6 @@ class T5ForConditionalGeneration(EncoderDecoder):
         self.decoder = T5Stack(config, is_decoder=True, stacked=stacked, key=decoder_key)
         self.lm_head = make_head(config, size, std=std, key=head_key)
 
-    @property
-    def layers(self) -> PyTree:
-        return self.decoder.layers
-
     def encoder_states(
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
@@ -291,15 +264,8 @@ class T5ForConditionalGeneration(EncoderDecoder):
         def embed(context: Context, key: Key | None) -> Array:
             return dropout(self.encoder.dropout, context.embed(self.shared, inputs), key)
 
-        x = encode_tokens(
-            self,
-            inputs,
-            embed,
-            self.encoder.layers,
-            attention_mask=attention_mask,
-            bias=self.encoder.bias(places, places, len(inputs)),
-            key=body_key,
-        )
+        bias, layers = self.encoder.bias(places, places, len(inputs)), self.encoder.block
+        x = encode_tokens(self, inputs, embed, layers, attention_mask=attention_mask, bias=bias, key=body_key)
         return self.encoder.finish(x, finish_key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
