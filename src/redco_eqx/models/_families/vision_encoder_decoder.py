@@ -104,10 +104,6 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         self.lm_head = None
 
     @property
-    def layers(self) -> PyTree:
-        return self.decoder.layers
-
-    @property
     def head(self) -> PyTree:
         return self.decoder.head
 
