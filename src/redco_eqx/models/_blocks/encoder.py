@@ -13,9 +13,9 @@ from redco_eqx.models._blocks import layers
 from redco_eqx.models._blocks.config import BaseConfig, Labels
 from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.dropout import dropout, split_key
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Linear, maybe
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Linear, make_linears, maybe
 from redco_eqx.models._blocks.model import Model, make_context, run_layers
-from redco_eqx.models._blocks.multihead import Dense, SelfAttention
+from redco_eqx.models._blocks.multihead import Dense, HeadsAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,23 @@ class EncoderOutput(eqx.Module):
         return maybe(self.LayerNorm, x)
 
 
+class SelfAttention(HeadsAttention):
+    """Attention as in BERT and ViT: a module beside it has the output projection."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+
+    names = ("query", "key", "value")
+
+    def __init__(self, config: EncoderConfig, *, key: Key):
+        sizes, bias = [(config.hidden_size, config.hidden_size)] * 3, config.entry("qkv_bias", True)
+        projections = make_linears(key, *sizes, use_bias=bias, std=config.initializer_range)
+        self.query, self.key, self.value = projections
+        self.dropout = eqx.nn.Dropout(config.attention_probs_dropout_prob)
+        self.num_heads = config.num_attention_heads
+
+
 class EncoderAttention(eqx.Module):
     """Attention, which is `self` in files of BERT and `attention` in those of ViT, and its end."""
 
@@ -67,14 +84,7 @@ class EncoderAttention(eqx.Module):
 
     def __init__(this, config: EncoderConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
         heads_key, output_key = jax.random.split(key)
-        heads = SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            use_bias=config.entry("qkv_bias", True),
-            dropout=config.attention_probs_dropout_prob,
-            std=config.initializer_range,
-            key=heads_key,
-        )
+        heads = SelfAttention(config, key=heads_key)
         this.self, this.attention = (None, heads) if config.norm_first else (heads, None)
         this.output = EncoderOutput(config.hidden_size, config, key=output_key)
 

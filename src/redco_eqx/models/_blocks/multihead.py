@@ -74,23 +74,6 @@ class MultiHeadAttention(HeadsAttention):
         self.num_heads = num_heads
 
 
-class SelfAttention(HeadsAttention):
-    """Attention as in BERT and ViT: a module beside it has the output projection."""
-
-    query: Linear
-    key: Linear
-    value: Linear
-
-    names = ("query", "key", "value")
-
-    def __init__(
-        self, size: int, num_heads: int, *, use_bias: bool = True, dropout: float, std: float, key: Key
-    ):
-        self.query, self.key, self.value = make_linears(key, *[(size, size)] * 3, use_bias=use_bias, std=std)
-        self.dropout = eqx.nn.Dropout(dropout)
-        self.num_heads = num_heads
-
-
 class Dense(eqx.Module):
     """A Linear layer, under the name that it has in model files."""
 
