@@ -129,16 +129,34 @@ def save_pretrained(
     if card is not None and not isinstance(card, str):
         card = card_of(model, directory.resolve().name, card)
     plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
-    dtype = common_dtype(arrays)
-    config = model.config.to_file(dtype=dtype, architecture=model.architecture)
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_together(
-        "save_pretrained",
-        directory,
-        itertools.chain.from_iterable(plan),
-        arrays,
-        lambda fetched: _write(directory, plan, text, fetched, model.config, card),
-    )
+    config: BaseConfig = model.config
+    entries = config.to_file(dtype=common_dtype(arrays), architecture=model.architecture)
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+
+    def write(fetched: Iterator[np.ndarray]) -> None:
+        try:
+            files, tag = prepare(directory, config.weights, len(plan), text, config.source)
+            if config.source is not None:
+                carry_over(Path(config.source), directory)
+            metadata = {"format": "pt", **({"config": tag} if tag else {})}
+            for file, pieces in zip(files, plan):
+                records = [piece.record for piece in pieces]
+                write_file(part(file), records, itertools.islice(fetched, len(records)), metadata)
+            written = [(piece.record, file) for file, pieces in zip(files, plan) for piece in pieces]
+            weight_map = {record.key: file.name for record, file in written}
+            num_bytes = sum(record.num_bytes for record, _ in written)
+            commit(directory, config.weights, files, tag, weight_map, num_bytes)
+            if config.generation != "{}":
+                generation = json.dumps(json.loads(config.generation), indent=2)
+                write_beside(directory / GENERATION, generation + "\n")
+            if card is not None:
+                write_beside(directory / CARD, card)
+        except Exception:
+            with contextlib.suppress(OSError):
+                tidy(directory)
+            raise
+
+    write_together("save_pretrained", directory, itertools.chain.from_iterable(plan), arrays, write)
 
 
 def _check_family(model: Model) -> None:
@@ -180,35 +198,3 @@ def _into_files(pieces: list[Piece], max_bytes: int) -> list[list[Piece]]:
         files[-1].append(piece)
         used += piece.record.num_bytes
     return [sorted(file, key=lambda piece: -piece.record.dtype.itemsize) for file in files]
-
-
-def _write(
-    directory: Path,
-    plan: list[list[Piece]],
-    text: str,
-    arrays: Iterator[np.ndarray],
-    config: BaseConfig,
-    card: str | None,
-) -> None:
-    """Write the whole directory; `text` is that of its `config.json`."""
-    try:
-        files, tag = prepare(directory, config.weights, len(plan), text, config.source)
-        if config.source is not None:
-            carry_over(Path(config.source), directory)
-        metadata = {"format": "pt", **({"config": tag} if tag else {})}
-        for file, pieces in zip(files, plan):
-            records = [piece.record for piece in pieces]
-            write_file(part(file), records, itertools.islice(arrays, len(records)), metadata)
-        written = [(piece.record, file) for file, pieces in zip(files, plan) for piece in pieces]
-        weight_map = {record.key: file.name for record, file in written}
-        num_bytes = sum(record.num_bytes for record, _ in written)
-        commit(directory, config.weights, files, tag, weight_map, num_bytes)
-        if config.generation != "{}":
-            generation = json.dumps(json.loads(config.generation), indent=2)
-            write_beside(directory / GENERATION, generation + "\n")
-        if card is not None:
-            write_beside(directory / CARD, card)
-    except Exception:
-        with contextlib.suppress(OSError):
-            tidy(directory)
-        raise
