@@ -112,11 +112,7 @@ def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options
     def choose(logits: Array, step: Int[Array, ""]) -> Array:
         step_key = None if key is None else jax.random.fold_in(key, step)
         token = sample(
-            logits,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            key=step_key,
+            logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, key=step_key
         )
         return token.astype(jnp.int32)
 
