@@ -48,8 +48,8 @@ class LlamaLikeConfig(Config):
     qkv_bias: ClassVar[bool | None] = None
     qk_norm: ClassVar[Literal["head", "all"] | None] = None
     """The features over which queries and keys are normalised: those of each head, or those of all heads."""
-    norms: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
-    """The norms before and after attention, then before and after the MLP."""
+    norms: ClassVar[tuple[str | None, ...]] = ("input", None, "post_attention", None)
+    """The norms before and after attention, then before and after the MLP, without `_layernorm`."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of norms."""
     mlp_name: ClassVar[str] = "mlp"
@@ -192,14 +192,14 @@ class LlamaDecoderLayer(eqx.Module):
         self.mlp = self.block_sparse_moe = None
         setattr(self, config.mlp_name, make_mlp(config, key=mlp_key))
         for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            name = f"{place}_layernorm"
-            setattr(self, name, make_norm(config, config.hidden_size) if name in config.norms else None)
+            norm = make_norm(config, config.hidden_size) if place in config.norms else None
+            setattr(self, f"{place}_layernorm", norm)
 
     def __call__(
         self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Any, ...]:
         norms = self.self_attn.config.norms
-        before, after, before_mlp, after_mlp = (getattr(self, name or "", None) for name in norms)
+        before, after, before_mlp, after_mlp = (getattr(self, f"{place}_layernorm", None) for place in norms)
         attended, cache = self.self_attn(maybe(before, x), context, cache, key)
         x = x + maybe(after, attended)
         y = (self.mlp or self.block_sparse_moe)(maybe(before_mlp, x), context)

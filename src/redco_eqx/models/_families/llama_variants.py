@@ -62,7 +62,7 @@ class Olmo2Config(LlamaConfig):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
     qk_norm = "all"
-    norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    norms = (None, "post_attention", None, "post_feedforward")
 
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5
@@ -145,12 +145,7 @@ class Gemma2Config(LlamaLikeConfig):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
     only = {"tie_word_embeddings": True}
-    norms = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     norm_offset = 1.0
 
     vocab_size: int = 256000
