@@ -81,10 +81,8 @@ def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
 
 def _moved(bounds: Bounds, entry: Entry) -> Bounds:
     """Convert bounds in a leaf to bounds in the array of the file, where the leaf may begin later."""
-    if entry.start == 0:
-        return bounds
-    (first, last), *others = bounds
-    return ((first + entry.start, last + entry.start), *others)
+    rows = ((first + entry.start, last + entry.start) for first, last in bounds[:1])
+    return (*rows, *bounds[1:])
 
 
 def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
