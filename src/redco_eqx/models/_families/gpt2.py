@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.attention import split_heads
+from redco_eqx.models._blocks.attention import Scoring, split_heads
 from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import DecoderLM, make_head
@@ -117,16 +117,15 @@ class GPT2Attention(eqx.Module):
     def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         attn_key, resid_key = split_key(key, 2)
         size, scale = self.config.head_size, None if self.config.scale_attn_weights else 1.0
+        scoring = Scoring(scale=scale, dropout=self.attn_dropout, dropout_key=attn_key)
         if self.q_attn is None:
             (qkv,) = context.column(x, self.c_attn, unit=size)
             q, k, v = (split_heads(qkv[:, :, i], size) for i in range(3))
-            heads, cache = context.attend(
-                q, k, v, cache, scale=scale, dropout=self.attn_dropout, dropout_key=attn_key
-            )
+            heads, cache = context.attend(q, k, v, cache, **scoring)
         else:
             (q,) = context.column(x, self.q_attn, unit=size)
             q = split_heads(q, size)
-            heads = context.cross_attend(q, scale=scale, dropout=self.attn_dropout, dropout_key=attn_key)
+            heads = context.cross_attend(q, **scoring)
         return dropout(self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key), cache
 
 
