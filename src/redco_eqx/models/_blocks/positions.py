@@ -5,7 +5,7 @@ relative positions as a bias of the scores (Raffel et al. 2020, T5, section 2.1)
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +51,7 @@ class Rope:
         it follows from `factor`, `mscale` and `mscale_all_dim`.
     """
 
-    entries: ClassVar[tuple[str, ...]] = (
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "partial_rotary_factor",
-    )
+    entries = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
     theta: float = 10000.0
     rope_type: str = "default"
