@@ -40,6 +40,10 @@ class EncoderConfig(BaseConfig):
         """Return a new norm of the stream."""
         return layers.LayerNorm(self.hidden_size, eps=self.layer_norm_eps)
 
+    def make_linear(self, out_features: int, *, key: Key) -> Linear:
+        """Return a new projection of the stream."""
+        return Linear(self.hidden_size, out_features, std=self.initializer_range, key=key)
+
 
 class EncoderOutput(eqx.Module):
     """The end of attention and MLP: a projection, added to the stream, and in BERT a norm."""
@@ -101,10 +105,9 @@ class EncoderLayer(eqx.Module):
 
     def __init__(self, config: EncoderConfig, *, key: Key):
         attention_key, in_key, out_key = jax.random.split(key, 3)
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
         self.attention = EncoderAttention(config, key=attention_key)
-        self.intermediate = Dense(Linear(size, inner, std=std, key=in_key))
-        self.output = EncoderOutput(inner, config, key=out_key)
+        self.intermediate = Dense(config.make_linear(config.intermediate_size, key=in_key))
+        self.output = EncoderOutput(config.intermediate_size, config, key=out_key)
         self.layernorm_before = config.make_norm() if config.norm_first else None
         self.layernorm_after = config.make_norm() if config.norm_first else None
         self.config = config

@@ -18,7 +18,7 @@ from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.context import Context, Hidden, Ids
 from redco_eqx.models._blocks.dropout import dropout, split_key
 from redco_eqx.models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers, encode_tokens
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, TiedHead, make_linears
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, TiedHead
 from redco_eqx.models._blocks.model import Model, Options, make_layers
 from redco_eqx.models._blocks.multihead import Dense, pool_first
 
@@ -144,10 +144,9 @@ class BertModel(Model):
     ):
         super().__init__(config, **options)
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
-        size, std = config.hidden_size, config.initializer_range
         self.embeddings = BertEmbeddings(config, key=embeddings_key)
         self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
-        self.pooler = Dense(Linear(size, size, std=std, key=pooler_key)) if pools else None
+        self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key)) if pools else None
 
     def hidden_states(
         self,
@@ -249,8 +248,7 @@ class BertForMaskedLM(MaskedLM):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
         self.bert = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
-        size = config.hidden_size
-        dense = Linear(size, size, std=config.initializer_range, key=head_key)
+        dense = config.make_linear(config.hidden_size, key=head_key)
         transform = BertTransform(dense, config.make_norm())
         self.cls = BertHeads(BertPredictions(transform, jnp.zeros(config.vocab_size)))
 
@@ -277,9 +275,8 @@ class BertForSequenceClassification(Model):
     def __init__(self, config: BertConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        size, std = config.hidden_size, config.initializer_range
         self.bert = BertModel(config, stacked=stacked, key=body_key, **options)
-        self.classifier = Linear(size, len(config.labels.names), std=std, key=head_key)
+        self.classifier = config.make_linear(len(config.labels.names), key=head_key)
         self.dropout = eqx.nn.Dropout(config.head_dropout)
 
     def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:
@@ -319,10 +316,8 @@ class RobertaForMaskedLM(MaskedLM):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
         self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
-        size = config.hidden_size
-        dense = Linear(size, size, std=config.initializer_range, key=head_key)
-        norm = config.make_norm()
-        self.lm_head = RobertaLMHead(dense, norm, jnp.zeros(config.vocab_size))
+        dense = config.make_linear(config.hidden_size, key=head_key)
+        self.lm_head = RobertaLMHead(dense, config.make_norm(), jnp.zeros(config.vocab_size))
 
     def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
         head = self.lm_head
@@ -360,8 +355,9 @@ class RobertaForSequenceClassification(Model):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
         self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
-        size, num_labels, std = config.hidden_size, len(config.labels.names), config.initializer_range
-        dense, out_proj = make_linears(head_key, (size, size), (size, num_labels), std=std)
+        dense_key, out_key = jax.random.split(head_key)
+        dense = config.make_linear(config.hidden_size, key=dense_key)
+        out_proj = config.make_linear(len(config.labels.names), key=out_key)
         self.classifier = RobertaClassifier(dense, out_proj, eqx.nn.Dropout(config.head_dropout))
 
     def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:

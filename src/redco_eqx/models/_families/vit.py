@@ -121,11 +121,10 @@ class ViTModel(Model):
     ):
         super().__init__(config, **options)
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
-        size, std = config.hidden_size, config.initializer_range
         self.embeddings = ViTEmbeddings(config, key=embeddings_key)
         self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
         self.layernorm = config.make_norm()
-        self.pooler = Dense(Linear(size, size, std=std, key=pooler_key)) if pools else None
+        self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key)) if pools else None
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         size = self.config.image_size
@@ -172,9 +171,8 @@ class ViTForImageClassification(Model):
     def __init__(self, config: ViTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        size, std = config.hidden_size, config.initializer_range
         self.vit = ViTModel(config, pools=False, stacked=stacked, key=body_key, **options)
-        self.classifier = Linear(size, len(config.labels.names), std=std, key=head_key)
+        self.classifier = config.make_linear(len(config.labels.names), key=head_key)
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return self.vit.example(batch_size)
