@@ -131,9 +131,8 @@ class Decoder(Model):
 
     lm_head: eqx.AbstractVar[PyTree]
 
-    def __init__(
-        self, config: BaseConfig, **options: Unpack[Options]
-    ):  # otherwise type checkers derive one from the field
+    # Without it, type checkers derive one from the field.
+    def __init__(self, config: BaseConfig, **options: Unpack[Options]):
         super().__init__(config, **options)
 
     @abc.abstractmethod
