@@ -17,6 +17,9 @@ from redco_eqx.models._blocks.config import Entries, Json
 Column: TypeAlias = Array | np.ndarray
 """A number for each row of `steps`, or the number of a single row."""
 
+Sample: TypeAlias = Float[Array, "b *dims"]
+"""Noisy or clean samples, or a model's output for them."""
+
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 SPACINGS = ("leading", "linspace", "trailing")
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
@@ -25,7 +28,7 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 class Trajectory(NamedTuple):
     """The values passed from step to step: `sample`, and other values that a scheduler remembers."""
 
-    sample: Float[Array, "b *dims"]
+    sample: Sample
     memory: PyTree = ()
 
 
@@ -132,17 +135,13 @@ class Scheduler(Entries, abc.ABC):
         `timestep`.
         """
 
-    def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
+    def start(self, noise: Sample) -> Trajectory:
         """Return the start of a trajectory; `noise` is normally distributed."""
         return Trajectory(noise)
 
     @abc.abstractmethod
     def step(
-        self,
-        step: PyTree,
-        output: Float[Array, "b *dims"],
-        trajectory: Trajectory,
-        noise: Float[Array, "b *dims"] | None = None,
+        self, step: PyTree, output: Sample, trajectory: Trajectory, noise: Sample | None = None
     ) -> Trajectory:
         """Return the trajectory after a row of `steps`.
 
@@ -152,16 +151,12 @@ class Scheduler(Entries, abc.ABC):
         - `noise`: normal noise, if the scheduler `is_random`.
         """
 
-    def add_noise(
-        self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
-    ) -> Float[Array, "b *dims"]:
+    def add_noise(self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]) -> Sample:
         """Return the noisy samples at their timesteps."""
         alpha, sigma = self._scales(clean, timesteps)
         return (alpha * clean + sigma * noise).astype(clean.dtype)
 
-    def target(
-        self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
-    ) -> Float[Array, "b *dims"]:
+    def target(self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]) -> Sample:
         """Return the target of the model for `add_noise` with the same arguments, according to
         `prediction_type`.
 
@@ -185,18 +180,13 @@ class Scheduler(Entries, abc.ABC):
         return {**super().to_json(), "_class_name": type(self).__name__}
 
 
-Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]
+Predict: TypeAlias = Callable[[Sample, Int[Array, ""]], Sample]
 """A function that returns the model's output for samples at the same timestep."""
 
 
 def denoise(
-    scheduler: Scheduler,
-    predict: Predict,
-    noise: Float[Array, "b *dims"],
-    *,
-    num_steps: int,
-    key: Key | None = None,
-) -> Float[Array, "b *dims"]:
+    scheduler: Scheduler, predict: Predict, noise: Sample, *, num_steps: int, key: Key | None = None
+) -> Sample:
     """Turn noise into samples, step by step, in one `lax.scan`.
 
     **Arguments:**

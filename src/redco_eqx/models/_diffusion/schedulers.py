@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
+from redco_eqx.models._diffusion.scheduler import Column, Sample, Scheduler, Trajectory
 
 
 class Step(NamedTuple):
@@ -55,11 +55,7 @@ class OneStepScheduler(Scheduler):
         return (((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2).astype(np.float32)
 
     def step(
-        self,
-        step: Step,
-        output: Float[Array, "b *dims"],
-        trajectory: Trajectory,
-        noise: Float[Array, "b *dims"] | None = None,
+        self, step: Step, output: Sample, trajectory: Trajectory, noise: Sample | None = None
     ) -> Trajectory:
         sample = trajectory.sample
         if self.prediction_type == "epsilon":
@@ -231,16 +227,12 @@ class PNDMScheduler(Scheduler):
         floats = np.sqrt(alpha), np.sqrt(1 - alpha), np.sqrt(previous / alpha), -of_noise, weights
         return Call(timestep.astype(np.int32), *(x.astype(np.float32) for x in floats), *others)
 
-    def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
+    def start(self, noise: Sample) -> Trajectory:
         zeros = jnp.zeros_like(noise)
         return Trajectory(noise, Memory((zeros, zeros, zeros), noise))
 
     def step(
-        self,
-        step: Call,
-        output: Float[Array, "b *dims"],
-        trajectory: Trajectory,
-        noise: Float[Array, "b *dims"] | None = None,
+        self, step: Call, output: Sample, trajectory: Trajectory, noise: Sample | None = None
     ) -> Trajectory:
         memory: Memory = trajectory.memory
         outputs = (output, *memory.outputs)
