@@ -66,6 +66,9 @@ Ids: TypeAlias = Int[Array, "b t"]
 Hidden: TypeAlias = Float[Array, "b t size"]
 """The stream between layers."""
 
+Bias: TypeAlias = Float[Array, "n h t s"]
+"""Numbers added to the scores of attention. Each row applies to the same number of neighbouring rows."""
+
 LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
 """The stream after a layer, and the cache with the layer's keys and values added."""
 
@@ -98,7 +101,7 @@ class Context:
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
-    bias: Float[Array, "n h t s"] | None = None
+    bias: Bias | None = None
     memory: Memory | None = None
     layer: Int[Array, ""] | None = None
     window_mask: Bool[Array, "b 1 #t s"] | None = None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import is_array, path_of
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Context, Hidden, Ids, Memory
+from redco_eqx.models._blocks.context import Bias, Cache, Context, Hidden, Ids, Memory
 from redco_eqx.models._blocks.dropout import split_key
 from redco_eqx.models._blocks.layers import Embedding, Linear, TiedHead
 from redco_eqx.models._blocks.model import Model, Options, count_layers, make_context, run_layers
@@ -143,9 +143,7 @@ class Decoder(Model):
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Turn the output of the last layer into the input of the head."""
 
-    def bias(
-        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
-    ) -> Float[Array, "n h t s"] | None:
+    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias | None:
         """Return the bias on the scores of self-attention in all layers, from the positions of the tokens. By
         default there is none. See `relative_bias`.
         """

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Config, Json
-from redco_eqx.models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx.models._blocks.context import Bias, Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import make_head
 from redco_eqx.models._blocks.dropout import dropout, split_key
 from redco_eqx.models._blocks.encoder import encode_tokens
@@ -206,9 +206,7 @@ class T5Stack(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
         self.max_distance, self.bidirectional = config.relative_attention_max_distance, not is_decoder
 
-    def bias(
-        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
-    ) -> Float[Array, "n h t s"]:
+    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias:
         """Return the bias of relative positions, by the table that all layers share."""
         return relative_bias(
             self.relative_attention_bias,
@@ -272,9 +270,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         attention = layer.layer[1].EncDecAttention
         return attention.k, attention.v
 
-    def bias(
-        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
-    ) -> Float[Array, "n h t s"]:
+    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias:
         return self.decoder.bias(query, key, batch_size)
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
