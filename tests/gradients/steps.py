@@ -94,8 +94,8 @@ def through_train_step(
 
 
 def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:
-    """By paths (`rules`), by the program, by it with `activations`, all whole, or (a number) dims split over any
-    axes, by that seed."""
+    """By paths (`rules`), by the program, by it with `activations`, all whole, or (a number) dims split over
+    any axes, by that seed."""
     if kind == "rules":
         return rx.shard_rules(model, mesh)
     if kind in ("program", "activations"):

@@ -111,7 +111,8 @@ def gather_where_used(
     keep = compiler_of(mesh).keeps_whole if reshard is None else not reshard
     walk = _Walk(keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
-    is_bounded = not walk.readers.isdisjoint(CHECKPOINTS) or (splits and "scan" not in walk.readers)
+    # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2, no issue known).
+    is_bounded = not walk.kinds.isdisjoint((*CHECKPOINTS, "new_ref")) or (splits and "scan" not in walk.kinds)
     needs_none = is_bounded or reshard is False
     return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
 
@@ -137,11 +138,11 @@ class _Walk:
     """A walk through a program.
 
     - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the gradient.
-    - `readers`: the kinds of operations with a body that reads weights.
+    - `kinds`: the kinds of operations that read weights, and `new_ref` if there is one beside them.
     """
 
     keep_in_scans: bool
-    readers: set[str] = dataclasses.field(default_factory=set)
+    kinds: set[str] = dataclasses.field(default_factory=set)
 
     def program(
         self, jaxpr: Jaxpr, weights: Shardings, keep: bool, *, whole_outputs: bool = False
@@ -174,6 +175,7 @@ class _Walk:
 
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
+            self.kinds |= {kind for kind in [equation.primitive.name] if any(inputs) or kind == "new_ref"}
             taken = self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
             operands = [
                 atom if is_taken and not taken.halfway else whole(atom, halfway=is_taken)
@@ -193,7 +195,6 @@ class _Walk:
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
-            self.readers.add(kind)
             if kind == "scan":
                 inputs, keep = _in_one_step(equation, inputs), self.keep_in_scans
             inner, is_jit = body(equation.params["jaxpr"]), kind in ("jit", "pjit")

@@ -47,7 +47,8 @@ class Plan:
     def __post_init__(self) -> None:
         if (self.num_epochs is None) == (self.num_steps is None):
             raise ValueError(
-                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but pass exactly one of them."
+                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but exactly one of them must "
+                "be given."
             )
         check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
 

@@ -151,6 +151,7 @@ class Training:
         self._program: TrainProgram | None = None  # not before the first step
         self._ahead: deque[_Step] = deque()
         self._window: Window | None = None  # while it is empty
+        self._begin_of_window = self.run.logged_until
         self._waited = 0.0  # seconds spent on batches since the last row
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
@@ -223,7 +224,8 @@ class Training:
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
-            self.reporter.start_clock(int(self._window.num_steps))
+            jax.block_until_ready(self._window)
+            self.reporter.start_clock(self.run.step - self._begin_of_window)
         self.reporter.bar.update()
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
@@ -263,11 +265,14 @@ class Training:
                 step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
-            if not all(jax.device_get((step.window.ok, step.finite))):
+            if not jax.device_get(step.window.ok):
                 raise self._nonfinite(step.batch)
             self._ahead.popleft()
             if step.epochs_done is not None:
-                done_at, window = step.done_at or time.perf_counter(), jax.device_get(step.window)
+                done_at = step.done_at or time.perf_counter()
+                window, finite = jax.device_get((step.window, step.finite))
+                if not finite:
+                    raise self._nonfinite(step.batch)
                 clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
@@ -305,7 +310,7 @@ class Training:
         if hook is not None:  # if it raises, the window is saved, so that a resumed run calls it for this row
             self._catch_up()
             self.run = self._call(hook, self.reporter.metrics, self.run)
-        self._window = None
+        self._window, self._begin_of_window = None, self.run.step
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
         """Evaluate the state, which must be finite. Log the results, and add them to the record of the run.
