@@ -50,18 +50,6 @@ def test_fsdp_splits_a_dim_without_pieces_if_it_can():
         assert rx.shard_rules(model, mesh)["qkv"].spec == P("fsdp")  # names do not tell of pieces
 
 
-def test_a_model_is_born_in_the_layout_of_the_program():
-    mesh = rx.make_mesh(tensor=4)
-
-    def make(key):
-        return eqx.nn.MLP(32, 32, 64, 1, key=key)
-
-    born = rx.init_model(make, mesh, key=jax.random.key(0), loss_fn=squared, batch=rows())
-    shardings = rx.shard_rules(mlp(), mesh, loss_fn=squared, batch=rows())
-    placed = eqx.filter_shard(make(jax.random.key(0)), shardings)
-    helpers.assert_same_layout(*(eqx.filter(model, eqx.is_array) for model in (born, placed)))
-
-
 @eqx.nn.make_with_state
 def with_state(key):
     norm = eqx.nn.BatchNorm(64, "batch", mode="ema")

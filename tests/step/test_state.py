@@ -168,10 +168,6 @@ def test_init_state_under_transformations():
     ensemble = eqx.filter_vmap(make)(keys)
     assert isinstance(ensemble, TrainState)
     assert_close(ensemble, jax.tree.map(lambda *xs: jnp.stack(xs), *alone), rtol=1e-6)
-    # A concrete model, with a traced key.
-    model = alone[0].model
-    found = jax.jit(lambda key: init_state(model, ADAM, key=key))(jax.random.key(3))
-    assert_identical(found, init_state(model, ADAM, key=jax.random.key(3)))
 
 
 # Models with state.

@@ -66,6 +66,9 @@ def test_streams_of_randomness_are_apart_and_reproducible():
     drawn, other = noises(KEY), noises(jax.random.key(1))
     assert drawn == noises(jax.random.key(0))
     assert len({*drawn, *other}) == 24
+    # Members of an ensemble draw each from their own key.
+    states = jax.vmap(lambda key: rx.init_state(NOISY, ZERO_RATE, key=key))(jnp.stack([KEY, jax.random.key(1)]))
+    assert jax.vmap(TRAIN, (0, None))(states, ONES)[1]["noise"].value.tolist() == [drawn[2], other[2]]
 
 
 def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
@@ -77,20 +80,6 @@ def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
 
 
 # Evaluation and prediction.
-
-
-def test_evaluation_weighs_a_scalar_by_its_examples():
-    state = rx.init_state({"w": jnp.ones(3)}, key=KEY)
-    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
-
-    def loss_fn(model, batch, key):
-        return jnp.mean(batch @ model["w"]), {"first": jnp.mean(batch[:, 0])}
-
-    step = jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
-    parts = [step(state, part) for part in (x[:4], x[4:])]
-    assert [part["loss"].weight for part in parts] == [4, 2]
-    for name, expected in (("loss", x.sum(axis=1).mean()), ("first", x[:, 0].mean())):
-        np.testing.assert_allclose((parts[0][name] + parts[1][name]).value, expected, rtol=1e-5)
 
 
 def test_predictions_without_one_row_per_example_are_refused():

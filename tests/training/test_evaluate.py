@@ -84,8 +84,10 @@ def test_every_example_counts_once_and_in_order(case: Any) -> None:
     weights = WEIGHTS[:n].astype(np.float64)
     # Exact: both sums are of integers below 2**24.
     assert found["loss"] == (VALUES[:n] * weights).sum() / weights.sum()
-    # A scalar weighs its number of examples; the mean of a batch is rounded to float32.
-    np.testing.assert_allclose(found["mean"], VALUES[:n].mean(), rtol=1e-6)
+    # A scalar weighs its number of examples, as a metric and as the loss. The mean of a batch is rounded to
+    # float32.
+    alone = evaluated(synchronous, lambda *given: loss_fn(*given)[1]["mean"], batch_size, STATES[mesh])
+    np.testing.assert_allclose([found["mean"], alone["loss"]], VALUES[:n].mean(), rtol=1e-6)
     assert set(found) == {"loss", "mean"}
     rows = predicted(synchronous, predict_fn, batch_size, STATES[mesh])
     assert [int(row["id"]) for row in rows] == list(range(n))
@@ -121,12 +123,6 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
     training = float(jax.random.normal(stream(STATES["one"], TRAIN)))
     # Two batches, and evaluation, prediction and training: all have their own.
     assert len({*drawn(), training}) == 5
-
-
-def test_a_state_that_was_never_placed() -> None:
-    model = eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
-    found = predicted(range(3), predict_fn, 2, rx.init_state(model, key=jax.random.key(1)))
-    assert [int(row["id"]) for row in found] == [0, 1, 2]
 
 
 def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> None:
