@@ -174,8 +174,9 @@ class _Walk:
             return gathered[atom, halfway]
 
         for equation in jaxpr.eqns:
-            inputs = layout_of(equation.invars)
-            self.kinds |= {kind for kind in [equation.primitive.name] if any(inputs) or kind == "new_ref"}
+            inputs, kind = layout_of(equation.invars), equation.primitive.name
+            if any(inputs) or kind == "new_ref":
+                self.kinds.add(kind)
             taken = self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
             operands = [
                 atom if is_taken and not taken.halfway else whole(atom, halfway=is_taken)
