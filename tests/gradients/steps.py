@@ -63,10 +63,10 @@ def through_train_step(
     placed = [jax.device_put(model, shardings) for model in models]
     states = [rx.init_state(model, optimizer, key=jax.random.key(0)) for model in placed]
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def plain_loss(model: Any, batch: Any, key: Any) -> Any:
         return program.loss(model, batch)
 
-    loss_fn = rx.split_activations(loss_fn) if kind == "activations" else loss_fn
+    loss_fn: Any = rx.split_activations(plain_loss) if kind == "activations" else plain_loss
 
     def step(state: rx.TrainState, batch: Any) -> Any:
         options = {name: spec[name] for name in ("num_microbatches", "reshard_after_forward")}

@@ -64,7 +64,8 @@ class Owner:
             belong to different runs.
         """
         before = self.content
-        if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
+        stored = before.get("identity") or {}
+        if before.get("begin") == begin and "id" in before and not differs(stored, identity):
             return before["id"], True
         run_id = secrets.token_hex(4)
         self._write(begin=begin, id=run_id, identity=identity)

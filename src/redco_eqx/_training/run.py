@@ -212,9 +212,9 @@ class Training:
         window = self._window or program.window
         if self._window is None and self._ahead:  # a step before it may not have been finite
             window = dataclasses.replace(window, ok=self._ahead[-1].window.ok)
-        self.state, self._window = program.compiled(self.state, window, batch)
-        self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        self._ahead.append(_Step(self.run.step, batch, self._window))
+        self.state, window = program.compiled(self.state, window, batch)
+        self.run, self._window = self.run.advanced(place.epoch, place.batch, place.positions), window
+        self._ahead.append(_Step(self.run.step, batch, window))
         # Under JAX's debugging options, wait for each step, so that the error can name the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
