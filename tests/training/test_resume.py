@@ -192,7 +192,7 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
     assert run("cut") == history
     rows = tmp_path / "cut" / "history.jsonl"
     rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[2:]))
-    with pytest.warns(UserWarning, match=r"6 of 8 rows left in .*history\.jsonl"):
+    with pytest.warns(UserWarning, match=r"6 of the 8 rows of the run are left in .*history\.jsonl"):
         run("cut")
     assert log.read_bytes().startswith(before)
     own = tiny.read_log(log)[-8:]
@@ -208,7 +208,7 @@ def test_one_missing_row_is_named_even_if_metrics_are_not_logged_yet(tmp_path: p
     rows = tmp_path / "history.jsonl"
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2, 4]
     rows.write_bytes(rows.read_bytes().splitlines(keepends=True)[0])
-    with pytest.warns(UserWarning, match=r"1 of 2 rows left in .*history\.jsonl"):
+    with pytest.warns(UserWarning, match=r"1 of the 2 rows of the run are left in .*history\.jsonl"):
         run()
 
 

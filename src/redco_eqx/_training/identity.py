@@ -132,7 +132,8 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
         if names:
             raise ValueError(
                 f"{first_few(names)} should be the same on the devices of all processes, but differ. "
-                f"{reason}. Give each process the same key, weights, examples, functions and changed states."
+                f"{reason}. Give each process the same key, weights, examples and functions, and change the "
+                "state alike."
             )
         of_devices = found[""][0].view(np.float32).reshape(-1, 3).tolist()
         (most, process, _), (least, *_) = max(of_devices), min(of_devices)

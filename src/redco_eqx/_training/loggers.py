@@ -267,7 +267,8 @@ class Reporter:
                     logger.rewind(run.logged_until)
             self.rows = rows = from_first(lambda: file.rewind(run.logged_until) if file else [])
             if len(rows) < run.num_rows:
-                warnings.warn(f"{len(rows)} of {run.num_rows} rows left in {path}", stacklevel=3)
+                lack = f"{len(rows)} of the {run.num_rows} rows of the run are left in {path}"
+                warnings.warn(f"fit: {lack}, so the history lacks the others.", stacklevel=3)
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""
