@@ -63,10 +63,9 @@ class Owner:
         - `differs`: called with the identity in the file and this one. It returns a true value if they
             belong to different runs.
         """
-        before = self.content
-        stored = before.get("identity") or {}
-        if before.get("begin") == begin and "id" in before and not differs(stored, identity):
-            return before["id"], True
+        old = self.content
+        if old.get("begin") == begin and "id" in old and not differs(old.get("identity", {}), identity):
+            return old["id"], True
         run_id = secrets.token_hex(4)
         self._write(begin=begin, id=run_id, identity=identity)
         return run_id, False

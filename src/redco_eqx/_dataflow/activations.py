@@ -48,10 +48,9 @@ class ActivationLayout(Analysis):
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
-        chosen = sum(self.solution.sent.values())
         sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, GPU)}
-        unmerged = chosen + over_fsdp(self, stored, CPU)
-        return Prediction(chosen + sizes[OVER_FSDP], unmerged, 0.0, lines_of(sizes), opaque_of(self))
+        unmerged = sum(self.sent(merged=False)) + over_fsdp(self, stored, CPU)
+        return Prediction(sum(sizes.values()), unmerged, 0.0, lines_of(sizes), opaque_of(self))
 
 
 def choose_with_activations(
