@@ -25,7 +25,7 @@ from redco_eqx._base.jaxprs import (
     shape_of,
     type_of,
 )
-from redco_eqx._base.protocols import Key, as_key, check_function
+from redco_eqx._base.protocols import Key, as_key, check_functions
 from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
@@ -247,7 +247,7 @@ def init_model(
             "lambda key: ... that makes the model. To place a model that you have already made, use "
             "eqx.filter_shard(model, shard_rules(model, mesh))."
         )
-    check_function("init_model", "make_model", make_model, "key")
+    check_functions("init_model", make_model=make_model)
     key = _on_this_process(as_key("init_model", key))
     closed, arrays, static = trace_arrays(make_model, key)
     if is_shared(mesh):  # each process makes other parts of an array, so no later check sees a difference

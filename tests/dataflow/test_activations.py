@@ -216,7 +216,10 @@ def test_bytes_are_those_predicted_and_fewer(case: str, mesh: str, at_most: floa
     # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
     assert found is not None
     assert found.num_bytes_unmerged == pytest.approx(split, rel=0.02, abs=200)
+    explained = rx.explain(abstract(make), devices, loss_fn=loss_fn, batch=batch)
+    assert explained.with_activations == found
     if at_most is not None:
+        assert f"split_activations(loss_fn), {str(found).splitlines()[0]}" in str(explained)
         plain = rx.communication(step_of(case, devices, loss_fn).compiled, devices).total.sent_bytes
         assert split <= at_most * plain
 

@@ -208,7 +208,10 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert whole.communication is not None
     assert len(whole.communication.lines) == 1
     assert whole.communication.num_bytes == whole.bytes_per_device + 4  # and the loss
-    assert rx.explain(model, MESH).communication is None
+    by_paths = rx.explain(model, MESH)
+    assert by_paths.communication is None and by_paths.with_activations is None
+    marked = {**program, "loss_fn": rx.split_activations(program["loss_fn"])}
+    assert rx.explain(model, MESH, **marked).with_activations is None
 
 
 def test_what_is_not_understood_is_named():

@@ -78,6 +78,15 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
+def in_body(program: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """The program with its operations changed; the same object if they stay the same object."""
+    inner = change(body(program))
+    if inner is body(program):
+        return program
+    # Since JAX 0.11, a `Jaxpr` may also be closed, and keeps its constants.
+    return program.replace(jaxpr=inner) if isinstance(program, ClosedJaxpr) else inner
+
+
 def called(equation: JaxprEqn) -> Jaxpr | None:
     """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...); None for other operations."""
     for inner in jaxprs_in_params(equation.params):
@@ -215,19 +224,10 @@ def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
         return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
     # A conditional or a linear solve has its programs in a tuple.
     old, structure = jax.tree.flatten(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
-    inner = [_rewritten_program(x, rule) for x in old]
+    inner = [in_body(x, lambda y: rewrite(y, rule)) if isinstance(x, Jaxpr | ClosedJaxpr) else x for x in old]
     if all(new is x for new, x in zip(inner, old)):
         return equation
     return equation.replace(params=jax.tree.unflatten(structure, inner))
-
-
-def _rewritten_program(x: Any, rule: Rewrite) -> Any:
-    if isinstance(x, Jaxpr):  # since JAX 0.11 it may also be a closed one, which keeps its constants
-        return rewrite(x, rule)
-    if isinstance(x, ClosedJaxpr):
-        inner = rewrite(x.jaxpr, rule)
-        return x if inner is x.jaxpr else x.replace(jaxpr=inner)
-    return x
 
 
 def manual_axes(equation: JaxprEqn) -> set[str]:

@@ -150,13 +150,16 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
 
     `TypeError` if `function` does not take these arguments.
     """
-    check_function("split_activations", "function", function, "model", "batch", "key")
+    check_functions("split_activations", function=function)
     return SplitActivations(function)
 
 
 _CALLED_WITH = {
     "collate_fn": ("examples",),
-    **dict.fromkeys(("loss_fn", "predict_fn"), ("model", "batch", "key")),
+    **dict.fromkeys(("loss_fn", "predict_fn", "function"), ("model", "batch", "key")),
+    "make_model": ("key",),
+    "train_examples": ("epoch",),
+    "logger": ("step", "row"),
     "state_fn": ("state",),
     "output_fn": ("example", "prediction"),
     "metric_fn": ("examples", "predictions"),
@@ -198,31 +201,26 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Check functions as `check_function` does. The name of each function says which arguments it must take."""
+    """Raise `TypeError` unless each value is a function that takes the arguments that belong to its name."""
     for name, function in functions.items():
-        check_function(where, name, function, *_CALLED_WITH[name])
-
-
-def check_function(where: str, name: str, function: object, *arguments: str) -> None:
-    """Raise `TypeError` unless the value is a function that takes these positional arguments."""
-    form = f"{name}({', '.join(arguments)})"
-    if not callable(function):
-        raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
-    if name == "loss_fn" and _is_gradient(function):
-        raise TypeError(
-            f"{where}: loss_fn gives a gradient, but the step takes the gradient of the loss itself. Pass the "
-            "function that you gave to jax.value_and_grad (jax.grad, eqx.filter_value_and_grad)."
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise TypeError(
-            f"{where}: {name} is called as {form}, but this function takes {signature}: {error}."
-        ) from None
+        form = f"{name}({', '.join(_CALLED_WITH[name])})"
+        if not callable(function):
+            raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
+        if name == "loss_fn" and _is_gradient(function):
+            raise TypeError(
+                f"{where}: loss_fn gives a gradient, but the step takes the gradient of the loss itself. Pass "
+                "the function that you gave to jax.value_and_grad (jax.grad, eqx.filter_value_and_grad)."
+            )
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions written in C have no signature
+            continue
+        try:
+            signature.bind(*_CALLED_WITH[name])
+        except TypeError as error:
+            raise TypeError(
+                f"{where}: {name} is called as {form}, but this function takes {signature}: {error}."
+            ) from None
 
 
 def _is_gradient(function: object) -> bool:

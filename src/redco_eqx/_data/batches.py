@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_function
+from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_functions
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import Data, Place, Position, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
@@ -352,7 +352,7 @@ def batches(
     process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or arrays
     with a different shape than on another process. The message names the leaf.
     """
-    check_function("batches", "collate_fn", collate_fn, "examples")
+    check_functions("batches", collate_fn=collate_fn)
     data = as_data(examples)
     if isinstance(data, Data):
         num_examples_of(data.sequence)  # no function of the epoch

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._base.compiler import CPU, GPU, compiler_of
+from redco_eqx._base.compiler import compiler_of
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.engine import Analysis, RoleOf, factors
-from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
 from redco_eqx._dataflow.solution import OVER_BATCH, Solution, solve
 
 
@@ -17,6 +17,7 @@ class ActivationLayout(Analysis):
     """An analysis with a choice for each value, which takes the place of its layout."""
 
     solution: Solution
+    splits: ClassVar[bool] = True
 
     def dim_of(self, leaf: int) -> int | None:
         value = self.walk.parameters[leaf]
@@ -46,11 +47,8 @@ class ActivationLayout(Analysis):
         batch = self.solution.sent.get(OVER_BATCH, 0.0)
         return sum(self.solution.sent.values()) - batch, batch
 
-    def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
-        """The bytes that a device sends."""
-        sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, GPU)}
-        unmerged = sum(self.sent(merged=False)) + over_fsdp(self, stored, CPU)
-        return Prediction(sum(sizes.values()), unmerged, 0.0, lines_of(sizes), opaque_of(self))
+    def by_place(self) -> dict[str, float]:
+        return self.solution.sent
 
 
 def choose_with_activations(

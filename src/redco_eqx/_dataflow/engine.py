@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.operations import rule_of
@@ -90,6 +90,8 @@ def why_whole(
     leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
 ) -> str:
     """Explain, dim by dim, why a parameter is not split."""
+    if costs.tensor == 1:
+        return "tensor has one device"
     reasons = []
     for i, dim in enumerate(dims):
         atoms = resolve(dim)
@@ -139,12 +141,14 @@ class Analysis:
     """The results of a walk through a program, and a layout of its parameters.
 
     - `layout`: the index of the split for each parameter that is split, by the parameter's index.
+    - `splits`: true if the layout is also one of the activations.
     """
 
     traced: TracedStep
     walk: Walk
     costs: Costs
     layout: SplitOfEach
+    splits: ClassVar[bool] = False
 
     @functools.cached_property
     def simulated(self) -> Sent:
@@ -156,6 +160,22 @@ class Analysis:
         sent, over_batch = self.simulated, self.costs.leads.over_batch
         batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
         return sent.num_bytes(merged=merged) - batch, batch
+
+    def by_place(self) -> dict[str, float]:
+        """Bytes that a device sends over `tensor` and the batch axes, by what sends them, in words."""
+        groups: dict[tuple[str, int], list[Split]] = {}
+        for split in (self.costs.splits[number] for number in dict.fromkeys(self.layout.values())):
+            name = without_numbers(self.traced.paths[next(iter(split.leaves))])
+            groups.setdefault((name, len(split.leaves)), []).append(split)
+        sizes = {"over the batch axes, gradients before all": self.sent(merged=True)[1]}
+        for (_, num_leaves), group in groups.items():
+            leaf, dim = next(iter(group[0].leaves.items()))
+            name = f"dim {dim} of {self.traced.paths[leaf]}, {factors(self.walk.parameters[leaf].dims[dim])}"
+            name += f", and {num_leaves - 1} more" if num_leaves > 1 else ""
+            name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
+            sends = largest_sends([pair for split in group for pair in split.sent])
+            sizes[f"for {name}: {sends}"] = sum(x.num_bytes(merged=True) for x in group)
+        return sizes
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The analysis with a layout that splits these dims, by path, or `None` if its cost is not known."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jax.lax import Precision
 from redco_eqx._base.compiler import CPU, GPU, Compiler
 from redco_eqx._base.jaxprs import dtype_of
 from redco_eqx._base.tree import ring_bytes, size_text
-from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
-from redco_eqx._dataflow.search import best_set, without_numbers
+from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, resolve, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
 
@@ -177,7 +177,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         size = min(whole, used / (1 if analysis.dim_of(leaf) is None else analysis.costs.tensor))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
-        most = 1 if (compiler.keeps_whole or analysis.traced.splits) and leaf not in in_loops else 2
+        most = 1 if (compiler.keeps_whole or analysis.splits) and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
             # Each lookup has a gradient. The head has one, although it is used forward and backward.
@@ -227,52 +227,17 @@ def sent_by_axes(
     return *analysis.sent(merged=compiler.merges), over_fsdp(analysis, stored, compiler)
 
 
-def opaque_of(analysis: Analysis) -> tuple[str, ...]:
-    """The operations that are not understood."""
-    return tuple(
-        f"{name} ({len(found)}, first at {short_line(found[0])})"
-        for name, found in analysis.walk.opaque.items()
-    )
-
-
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """Predict the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
-    costs, paths = analysis.costs, analysis.traced.paths
-    least = lower_bound(analysis, merged=True)
-    of_tensor, of_batch, gathered = sent_by_axes(analysis, stored, GPU)
-    numbers = dict.fromkeys(analysis.layout.values())
-    splits = [costs.splits[number] for number in numbers]
-    groups: dict[str, list[Split]] = {}
-    for split in splits:
-        name = without_numbers(paths[next(iter(split.leaves))])
-        groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
-    sizes = {"over the batch axes, gradients before all": of_batch, OVER_FSDP: gathered}
-    sizes |= {_line(group, analysis): sum(x.num_bytes(merged=True) for x in group) for group in groups.values()}
-    total = of_tensor + of_batch + gathered
-    return Prediction(
-        num_bytes=total,
-        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
-        at_least=min(least + gathered, total) if least > 0 and not analysis.walk.opaque else 0.0,
-        lines=lines_of(sizes),
-        opaque=opaque_of(analysis),
-    )
-
-
-OVER_FSDP = "over fsdp: weights gathered, and parts of their gradients"
-
-
-def lines_of(sizes: Mapping[str, float]) -> tuple[str, ...]:
-    """Lines for a reader, most bytes first."""
+    *_, gathered = sent = sent_by_axes(analysis, stored, GPU)
+    sizes = {**analysis.by_place(), "over fsdp: weights gathered, and parts of their gradients": gathered}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    return tuple(f"{size_text(size)} {name}" for name, size in ordered if size > 0)
-
-
-def _line(group: Sequence[Split], analysis: Analysis) -> str:
-    first = group[0]
-    leaf, dim = next(iter(first.leaves.items()))
-    others = len(first.leaves) - 1
-    name = f"dim {dim} of {analysis.traced.paths[leaf]}, {factors(analysis.walk.parameters[leaf].dims[dim])}"
-    name += f", and {others} more" if others else ""
-    name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
-    sent = [pair for split in group for pair in split.sent]
-    return f"for {name}: {largest_sends(sent)}"
+    opaque = analysis.walk.opaque
+    least = 0.0 if analysis.splits or opaque else lower_bound(analysis, merged=True)
+    return Prediction(
+        num_bytes=sum(sent),
+        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
+        at_least=min(least + gathered, sum(sent)) if least > 0 else 0.0,
+        lines=tuple(f"{size_text(size)} {name}" for name, size in ordered if size > 0),
+        opaque=tuple(f"{name} ({len(x)}, first at {short_line(x[0])})" for name, x in opaque.items()),
+    )

@@ -26,7 +26,7 @@ class TracedStep:
     - `fixed`: for each of these arrays, the reason why it is not trained; empty if it is. `STATE` is not split.
     - `trained`: for each of these arrays, the index of the result that is its gradient, or `None`.
     - `num_batch`: the number of inputs after the model's arrays that are the batch.
-    - `splits`: true if the layout is also one of the activations, see `split_activations`.
+    - `splits`: true if the loss asks for a layout of the activations, see `split_activations`.
     """
 
     jaxpr: Jaxpr

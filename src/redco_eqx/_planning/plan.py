@@ -194,7 +194,8 @@ def plan(
             f"plan: the memory of devices of kind {on.devices[0].device_kind!r} is not known. Pass "
             'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
         )
-    if options and _is_model(model):
+    is_model = any(map(is_array, jax.tree.leaves(model)))
+    if options and is_model:
         raise ValueError("plan: options need a function that makes the model, but model is a model already.")
     if empty := [name for name, values in (options or {}).items() if not len(values)]:
         raise ValueError(f"plan: options[{empty[0]!r}] is empty. List the values to try.")
@@ -211,7 +212,7 @@ def plan(
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yield the ways to train a model with these values of its options, which is traced once."""
         key = jax.random.key(0)
-        shapes = model if _is_model(model) else eqx.filter_eval_shape(model, key, **values)
+        shapes = model if is_model else eqx.filter_eval_shape(model, key, **values)
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
@@ -257,10 +258,6 @@ def plan(
         return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
 
     return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))
-
-
-def _is_model(model: PyTree | Callable[..., PyTree]) -> bool:
-    return any(map(is_array, jax.tree.leaves(model)))
 
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:

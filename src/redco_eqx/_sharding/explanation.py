@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -50,12 +50,16 @@ class Explanation:
     - `mesh`: the mesh that the layout is for.
     - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
         analysis of the program cannot follow).
+    - `with_activations`: the same for `split_activations(loss_fn)`. It is `None` if `loss_fn` is the result of
+        `split_activations`, if no program decided, or if the mesh has no `tensor` axis. `str()` shows it if it
+        is at least 10% less. The first access computes it: 2 seconds of CPU time for a model of 12 layers.
     """
 
     decisions: dict[str, Decision]
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
     _analysis: "Analysis | None" = None
+    _with_activations: "Callable[[], Prediction | None] | None" = None
 
     @functools.cached_property
     def communication(self) -> "Prediction | None":
@@ -63,12 +67,13 @@ class Explanation:
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
         if laid_out is None:
             return None
-        from redco_eqx._dataflow.activations import ActivationLayout
         from redco_eqx._dataflow.prediction import predict_communication
 
-        if isinstance(laid_out, ActivationLayout):
-            return laid_out.prediction(self.stored)
         return predict_communication(laid_out, self.stored)
+
+    @functools.cached_property
+    def with_activations(self) -> "Prediction | None":
+        return None if self._with_activations is None else self._with_activations()
 
     @property
     def stored(self) -> "dict[str, Stored]":
@@ -96,14 +101,17 @@ class Explanation:
         lines = [*table(rows), f"{size} per device, {len(self.decisions)} arrays on {mesh}"]
         if any("fsdp" in axes_of(d.spec) for d in self.decisions.values()):
             lines.append(_GATHERS)
-        if self.communication is not None:
-            lines.append(str(self.communication))
+        plain, split = self.communication, self.with_activations
+        if plain is not None:
+            lines.append(str(plain))
+        if plain and split and split.num_bytes_unmerged <= 0.9 * plain.num_bytes:
+            lines.append(f"with loss_fn=redco_eqx.split_activations(loss_fn), {str(split).splitlines()[0]}")
         return "\n".join(lines)
 
 
 _GATHERS = (
     "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
-    "layers one layer at a time, and again for its gradient"
+    "layers one layer at a time"
 )
 
 

@@ -4,6 +4,7 @@ The layout comes from the program that uses the model, or else from paths, types
 accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They place no arrays.
 """
 
+import dataclasses
 import fnmatch
 import math
 import warnings
@@ -35,6 +36,7 @@ from redco_eqx._sharding.roles import Role, tensor_roles
 
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
     from redco_eqx._dataflow.engine import Analysis
+    from redco_eqx._dataflow.prediction import Prediction
     from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
@@ -141,7 +143,23 @@ def explain(
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
-    return explain_by(analysis, model, mesh, chosen)
+    found = explain_by(analysis, model, mesh, chosen)
+    if analysis is None or analysis.traced.splits or axis_size(mesh, "tensor") == 1:
+        return found
+    # Not the model itself, whose memory the explanation would hold.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
+
+    def with_activations() -> "Prediction | None":
+        from redco_eqx._dataflow.activations import choose_with_activations
+
+        fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
+        try:
+            split = choose_with_activations(analysis, mesh, fixed=fixed)
+        except ValueError:  # no layout has the splits of the overrides
+            return None
+        return explain_by(split, shapes, mesh, chosen).communication
+
+    return dataclasses.replace(found, _with_activations=with_activations)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyrigh
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from redco_eqx._base.compiler import compiler_of
-from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, abstract, body, shape_of, type_of
+from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, abstract, in_body, shape_of, type_of
 from redco_eqx._base.tree import is_key
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
 from redco_eqx._dataflow.engine import walk_through
@@ -161,15 +161,16 @@ class _Constraints:
         if equation.primitive.name == "custom_linear_solve":
             return equation
         params, bodies = dict(equation.params), list(visit.bodies)
+
+        def inside(program: Any) -> Any:
+            found = bodies.pop(0)
+            return in_body(program, lambda x: self.program(x, found, around=visit))
+
         for key, value in equation.params.items():
             if bodies and isinstance(value, Jaxpr | ClosedJaxpr):
-                params[key] = self._body(value, bodies.pop(0), visit)
+                params[key] = inside(value)
             elif bodies and isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
                 # Of branches by platform, the walk has seen only the default.
                 pairs = zip(value, params.get("branches_platforms") or [None] * len(value))
-                params[key] = tuple(x if names else self._body(x, bodies.pop(0), visit) for x, names in pairs)
+                params[key] = tuple(x if names else inside(x) for x, names in pairs)
         return equation.replace(params=params)
-
-    def _body(self, program: Any, found: Body, around: Step) -> Any:
-        inner = self.program(body(program), found, around=around)
-        return program.replace(jaxpr=inner) if isinstance(program, ClosedJaxpr) else inner

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -27,6 +27,7 @@ from redco_eqx._base.jaxprs import (
     Program,
     abstract,
     body,
+    in_body,
     shape_of,
     type_of,
 )
@@ -198,24 +199,17 @@ class _Walk:
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             if kind == "scan":
                 inputs, keep = _in_one_step(equation, inputs), self.keep_in_scans
-            inner, is_jit = body(equation.params["jaxpr"]), kind in ("jit", "pjit")
-            jaxpr, outputs = self.program(inner, inputs, keep, whole_outputs=not is_jit)
+            old, is_jit = equation.params["jaxpr"], kind in ("jit", "pjit")
+            jaxpr, outputs = self.program(body(old), inputs, keep, whole_outputs=not is_jit)
             taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
-            return _Taken(_with_body(equation, jaxpr), taken, outputs)
+            new = {"jaxpr": in_body(old, lambda _: jaxpr)}
+            if kind in CHECKPOINTS and new["jaxpr"] is not old:
+                new["policy"] = _and_kept(equation.params["policy"])
+            equation = equation if new["jaxpr"] is old else equation.replace(params=equation.params | new)
+            return _Taken(equation, taken, outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs, keep)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
-
-
-def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
-    old = equation.params["jaxpr"]
-    if jaxpr is body(old):
-        return equation
-    params = dict(equation.params)
-    params["jaxpr"] = old.replace(jaxpr=jaxpr) if isinstance(old, ClosedJaxpr) else jaxpr
-    if equation.primitive.name in CHECKPOINTS:
-        params["policy"] = _and_kept(params["policy"])
-    return equation.replace(params=params)
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:

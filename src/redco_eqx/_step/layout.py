@@ -185,9 +185,8 @@ def program_of(
     mesh = mesh_of(layout, inputs)
     known = layout or {}
     splits = splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
-    given: Any = inputs
-    if splits:  # trace as on one device
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    # To lay out activations, trace as on one device.
+    given: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs) if splits else inputs
     weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
     if any(sharding is not None and is_split(sharding) for sharding in weights):
         program = trace(function, *given)

@@ -22,7 +22,7 @@ from redco_eqx._base.protocols import (
     PredictFn,
     SplitActivations,
     as_mean,
-    check_function,
+    check_functions,
 )
 from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with_paths, to_arrays
 from redco_eqx._parallel.linear import traced_mesh
@@ -137,7 +137,7 @@ def train_step(
     under `jax.set_mesh` of another mesh.
     """
     check_is_state(state, "train_step: state")
-    check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
+    check_functions("train_step", loss_fn=loss_fn)
     check_optimizer("train_step", state, optimizer, exactly=False)
     layout = None if shardings is None else shardings_by_path(shardings, state)
     params, frozen = constrain(state.params, layout), state.frozen
@@ -228,7 +228,7 @@ def eval_step(
     ```
     """
     check_is_state(state, "eval_step: state")
-    check_function("eval_step", "loss_fn", loss_fn, "model", "batch", "key")
+    check_functions("eval_step", loss_fn=loss_fn)
     size = _num_rows("eval_step", batch)
 
     def measure(model: Any, batch: Batch, key: Key) -> Metrics:
@@ -271,7 +271,7 @@ def predict_step(
     `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
     """
     check_is_state(state, "predict_step: state")
-    check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
+    check_functions("predict_step", predict_fn=predict_fn)
     size = _num_rows("predict_step", batch)
     outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn)
     if not jax.tree.leaves(outputs):

@@ -15,7 +15,6 @@ from redco_eqx._base.protocols import (
     Examples,
     Logger,
     LossFn,
-    check_function,
     check_functions,
     check_positive,
     check_whole,
@@ -124,13 +123,13 @@ def fit(
     check_is_state(state, "fit: state")
     check_examples("fit: train_examples", train_examples)
     if callable(train_examples):
-        check_function("fit", "train_examples", train_examples, "epoch")
+        check_functions("fit", train_examples=train_examples)
     check_functions("fit", **functions)
     if hook is not None:
         check_functions("fit", hook=hook)
     _check_kind("loggers", loggers, Sequence, "Pass a list of functions, even for one: loggers=[logger].")
     for logger in loggers or ():
-        check_function("fit", "a logger", logger, "step", "row")
+        check_functions("fit", logger=logger)
     _check_kind("evaluation", evaluation, Evaluation, "To evaluate on examples, pass rx.Evaluation(examples).")
     if not state.params:
         raise ValueError(
@@ -164,8 +163,7 @@ def fit(
             "evaluation's batch_size": evaluation and evaluation.batch_size,
             "a hook, checkpoints": (hook is not None, saver and saver.config),
         }
-        needs_identity = saver is not None or is_shared(mesh)
-        run = _begin(state, epochs, facts if needs_identity else None, collate_fn)
+        run = _begin(state, epochs, facts if saver is not None or is_shared(mesh) else None, collate_fn)
         row = {} if evaluation is None else evaluation.rehearse(state)
         watchdog.beat()
         if saver is not None:
