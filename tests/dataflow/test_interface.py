@@ -209,7 +209,8 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert len(whole.communication.lines) == 1
     assert whole.communication.num_bytes == whole.bytes_per_device + 4  # and the loss
     by_paths = rx.explain(model, MESH)
-    assert by_paths.communication is None and by_paths.with_activations is None
+    assert by_paths.communication is None
+    assert by_paths.with_activations is None
     marked = {**program, "loss_fn": rx.split_activations(program["loss_fn"])}
     assert rx.explain(model, MESH, **marked).with_activations is None
 

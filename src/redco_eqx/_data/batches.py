@@ -170,22 +170,30 @@ class Epochs:
                 f"batch_size={self.batch_size}). It must be in 0..{num_batches}."
             )
 
-        def job(index: int) -> Job:
+        def rows(index: int) -> tuple[int, np.ndarray, np.ndarray]:
+            """The size of a batch, the rows that this process makes, and their positions in the epoch."""
             size = self.batch_size if index < num_whole else tail[index - num_whole]
             offset = self.batch_size * min(index, num_whole) + sum(tail[: max(0, index - num_whole)])
             here = layout(self._mesh, size)[1]
-            positions = np.minimum(offset + here, num_examples - 1)  # "pad" repeats the last example
+            return size, here, np.minimum(offset + here, num_examples - 1)  # "pad" repeats the last example
 
-            def read() -> list[Any]:
-                wanted = (positions if order is None else order(positions)).tolist()
-                found = {i: examples[i] for i in dict.fromkeys(wanted)}
-                return [found[i] for i in wanted]
+        def read(wanted: list[int]) -> list[Any]:
+            found = {i: examples[i] for i in dict.fromkeys(wanted)}
+            return [found[i] for i in wanted]
 
-            is_last = index == num_batches - 1
-            after = (epoch + 1, 0) if is_last else (epoch, index + 1)
-            return Job(size, here, read, Place(*after, num_batches))
+        def jobs() -> Iterator[Job]:
+            # The order of a few positions takes as long to compute as that of hundreds.
+            num_at_once = max(1, 512 // self.batch_size)
+            for first in range(start, num_batches, num_at_once):
+                several = [rows(index) for index in range(first, min(first + num_at_once, num_batches))]
+                positions = np.concatenate([x for *_, x in several])
+                numbers = iter((positions if order is None else order(positions)).tolist())
+                for index, (size, here, _) in enumerate(several, first):
+                    wanted = list(itertools.islice(numbers, len(here)))
+                    after = (epoch + 1, 0) if index == num_batches - 1 else (epoch, index + 1)
+                    yield Job(size, here, functools.partial(read, wanted), Place(*after, num_batches))
 
-        return map(job, range(start, num_batches))
+        return jobs()
 
     def _sizes(self, examples: Examples) -> tuple[int, list[int]]:
         return batch_sizes(examples, self.batch_size, self._remainder, self._mesh)

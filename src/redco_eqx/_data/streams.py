@@ -47,8 +47,7 @@ def _encoded(x: Any) -> Any:
     if x is None or type(x) in (bool, int, float, str):
         return x
     if type(x) in _COLLECTIONS.values():  # a dict as pairs, because its keys may be numbers
-        parts = x.items() if isinstance(x, dict) else x
-        return {type(x).__name__: [_encoded(part) for part in parts]}
+        return {type(x).__name__: [_encoded(part) for part in (x.items() if isinstance(x, dict) else x)]}
     if type(x) is bytes:
         kind, x = "bytes", np.frombuffer(x, np.uint8)
     else:

@@ -32,20 +32,21 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
         for job in jobs:  # `map` would take a StopIteration in `make` for the end
             yield make(job)
         return
-    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
-    makers = reader
+    reader = makers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
     if num_threads > 1:
         makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
 
-    def made(next_job: Future[J | None]) -> B | None:  # `None` at the end
-        job = next_job.result()
+    def made(next_job: Future[J | None] | None) -> B | None:  # `None` at the end
+        job = next(jobs, None) if next_job is None else next_job.result()
         return None if job is None else make(job)
 
     pending: deque[Future[B | None]] = deque()
     try:
         while True:
             while len(pending) <= num_ahead:
-                pending.append(makers.submit(made, reader.submit(next, jobs, None)))
+                # A single thread reads and makes in one go.
+                next_job = None if makers is reader else reader.submit(next, jobs, None)
+                pending.append(makers.submit(made, next_job))
             batch = pending.popleft().result()
             if batch is None:
                 return

@@ -358,8 +358,7 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
             event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times)
             step.events.append(event)
-            size = costs.gathered(costs.local_bytes(smallest, step.times))
-            costs.splits[number].sent.append((event, size))
+            costs.splits[number].sent.append((event, costs.gathered(costs.local_bytes(smallest, step.times))))
 
 
 def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:

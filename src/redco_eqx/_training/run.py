@@ -236,8 +236,7 @@ class Training:
             if self.run.identity:
                 from redco_eqx._training.identity import with_programs
 
-                source = self.saver and self.saver.path
-                self.run = with_programs(self.run, source, self.state, batch, functions)
+                self.run = with_programs(self.run, self.saver and self.saver.path, self.state, batch, functions)
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
             warnings.warn(
@@ -265,7 +264,7 @@ class Training:
                 step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
-            if not jax.device_get(step.window.ok):
+            if not step.window.ok:
                 raise self._nonfinite(step.batch)
             self._ahead.popleft()
             if step.epochs_done is not None:

@@ -170,8 +170,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             )
         return [], None
     chosen = {*unreadable, *(path for path, run in runs.items() if run.begin == begin)}
-    names = [path.name for _, _, path in reversed(found) if path in chosen]
-    return names, among[-1].name if among else None
+    return [path.name for *_, path in reversed(found) if path in chosen], among[-1].name if among else None
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
