@@ -100,19 +100,16 @@ class Explanation:
         size = size_text(self.bytes_per_device)
         lines = [*table(rows), f"{size} per device, {len(self.decisions)} arrays on {mesh}"]
         if any("fsdp" in axes_of(d.spec) for d in self.decisions.values()):
-            lines.append(_GATHERS)
+            lines.append(
+                "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or "
+                "list of layers one layer at a time"
+            )
         plain, split = self.communication, self.with_activations
         if plain is not None:
             lines.append(str(plain))
         if plain and split and split.num_bytes_unmerged <= 0.9 * plain.num_bytes:
             lines.append(f"with loss_fn=redco_eqx.split_activations(loss_fn), {str(split).splitlines()[0]}")
         return "\n".join(lines)
-
-
-_GATHERS = (
-    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
-    "layers one layer at a time"
-)
 
 
 def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decision]]:
