@@ -4,7 +4,8 @@
 
 1. With 1,000 arrays and hardly any computation, which could hide overhead: the jitted `train_step` and `fit`
    over `jax.jit` of the same update on a flat list of arrays.
-2. With the quickstart's model: `fit` over a hand-written loop of `batches` and the jitted `train_step`.
+2. With one small layer on one device, and with the quickstart's model on eight: `fit` over a hand-written loop
+   of the jitted `train_step`, which makes each batch itself.
 
 Only the ratios within one run are meaningful.
 """
@@ -16,10 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from workloads import quickstart
 
 import redco_eqx as rx
@@ -98,33 +101,71 @@ def report(times: dict[str, list[float]]) -> None:
         print(f"  {name:20s} {1e6 * seconds:12.1f} us/step   x{seconds / base:.3f}", flush=True)
 
 
-def quickstart_model(num_steps: int, rounds: int) -> None:
-    """Measure `fit` against a loop written by hand, with the quickstart's model, mesh and batches."""
-    mesh = rx.make_mesh(tensor=4)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    model = rx.init_model(lambda key: quickstart.Transformer(key=key), mesh, key=jax.random.key(0))
-    shardings = rx.shard_rules(model, mesh)
-    state = rx.init_state(model, optimizer, key=jax.random.key(1))
-    train, _ = quickstart.standard_library()
-    common = {"collate_fn": quickstart.collate_fn, "batch_size": 8}
-    step = jax.jit(
-        functools.partial(rx.train_step, loss_fn=quickstart.loss_fn, optimizer=optimizer, shardings=shardings),
-        donate_argnums=0,
-    )
+def over_a_loop(
+    mesh: Mesh,
+    make_model: Callable[[Any], Any],
+    examples: Any,
+    loss_fn: Any,
+    optimizer: optax.GradientTransformation,
+    collate_fn: Any,
+    num_steps: int,
+    rounds: int,
+) -> None:
+    """Measure `fit` against a loop written by hand, which makes each batch between two steps, in order."""
+    model = rx.init_model(make_model, mesh, key=jax.random.key(0))
+    update = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    step = jax.jit(functools.partial(update, shardings=rx.shard_rules(model, mesh)), donate_argnums=0)
+    state, rows = rx.init_state(model, optimizer, key=jax.random.key(1)), rx.batch_sharding(mesh)
 
     loop: list[float] = []
     carry, start = jax.tree.map(jnp.copy, state), 0.0
-    stream = rx.batches(train, **common, mesh=mesh, key=jax.random.key(2))
-    for done, batch in zip(range(1, (rounds + 1) * num_steps + 1), stream):
+    for done in range(1, (rounds + 1) * num_steps + 1):
+        first = 8 * done % (len(examples) - 8)
+        batch = jax.device_put(collate_fn([examples[i] for i in range(first, first + 8)]), rows)
         carry, metrics = step(carry, batch)
         if done % 5 == 0:  # virtual devices can deadlock if they fall too far behind
             jax.block_until_ready(metrics)
         if done % num_steps == 0:
             loop.append((time.perf_counter() - start) / num_steps)
             start = time.perf_counter()
-    fit = fit_seconds(state, train, num_steps, rounds, quickstart.loss_fn, optimizer, quickstart.collate_fn)
-    print("\nquickstart model, data=2 x tensor=4, batch 8 x 128 bytes")
+    fit = fit_seconds(state, examples, num_steps, rounds, loss_fn, optimizer, collate_fn)
     report({"hand-written loop": loop[1:], "fit": fit})
+
+
+def one_layer(num_steps: int, rounds: int) -> None:
+    print("\none layer of width 16, one device, batch 8")
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
+
+    examples = np.random.default_rng(0).normal(size=(32768, 16)).astype(np.float32)
+    mesh = rx.make_mesh(devices=jax.devices()[:1])
+    over_a_loop(
+        mesh,
+        lambda key: eqx.nn.Linear(16, 16, key=key),
+        examples,
+        loss_fn,
+        optax.adamw(1e-3),
+        np.stack,
+        num_steps,
+        rounds,
+    )
+
+
+def quickstart_model(num_steps: int, rounds: int) -> None:
+    print("\nquickstart model, data=2 x tensor=4, batch 8 x 128 bytes")
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    train, _ = quickstart.standard_library()
+    over_a_loop(
+        rx.make_mesh(tensor=4),
+        lambda key: quickstart.Transformer(key=key),
+        train,
+        quickstart.loss_fn,
+        optimizer,
+        quickstart.collate_fn,
+        num_steps,
+        rounds,
+    )
 
 
 if __name__ == "__main__":
@@ -134,4 +175,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     trivial_compute(args.arrays, args.steps, args.rounds)
+    one_layer(10 * args.steps, args.rounds)
     quickstart_model(args.steps, args.rounds)
