@@ -186,11 +186,10 @@ class Epochs:
             num_at_once = max(1, 512 // self.batch_size)
             for first in range(start, num_batches, num_at_once):
                 several = [rows(index) for index in range(first, min(first + num_at_once, num_batches))]
-                positions = np.concatenate([x for *_, x in several])
-                numbers = iter((positions if order is None else order(positions)).tolist())
+                numbers = iter((order or np.asarray)(np.concatenate([x for *_, x in several])).tolist())
                 for index, (size, here, _) in enumerate(several, first):
                     wanted = list(itertools.islice(numbers, len(here)))
-                    after = (epoch + 1, 0) if index == num_batches - 1 else (epoch, index + 1)
+                    after = divmod(epoch * num_batches + index + 1, num_batches)
                     yield Job(size, here, functools.partial(read, wanted), Place(*after, num_batches))
 
         return jobs()
@@ -264,8 +263,7 @@ class Batches(Iterator[Batch]):
     """The batches of one epoch, and the current place in it. [`batches`][] returns it."""
 
     def __init__(self, made: Generator[Made], place: Place):
-        self._made, self._place = made, place
-        self._end = Place(place.epoch + 1, 0, None)
+        self._made, self._place, self._end = made, place, Place(place.epoch + 1, 0, None)
 
     def __next__(self) -> Batch:
         try:

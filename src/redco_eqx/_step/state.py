@@ -69,7 +69,10 @@ class Structure:
         return self._compared[0]
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self._compared[:2] == other._compared[:2])
+        if isinstance(other, Structure) and self._compared[:2] == other._compared[:2]:
+            vars(self)["_compared"] = other._compared  # `jit` compares at each call: from now on by identity
+            return True
+        return False
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"

@@ -124,9 +124,7 @@ def fit(
     check_examples("fit: train_examples", train_examples)
     if callable(train_examples):
         check_functions("fit", train_examples=train_examples)
-    check_functions("fit", **functions)
-    if hook is not None:
-        check_functions("fit", hook=hook)
+    check_functions("fit", **functions, **({} if hook is None else {"hook": hook}))
     _check_kind("loggers", loggers, Sequence, "Pass a list of functions, even for one: loggers=[logger].")
     for logger in loggers or ():
         check_functions("fit", logger=logger)
