@@ -376,6 +376,8 @@ def test_what_was_decided_stays() -> None:
     whole = rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=total)
     least = rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=total // 3)
     assert whole.bytes_per_device <= total
+    plain = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch, max_bytes_per_device=total)
+    assert plain.with_activations == whole.communication
     assert least.bytes_per_device <= total // 3
     with pytest.raises(ValueError, match="no layout"):
         rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=10)

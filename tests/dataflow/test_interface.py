@@ -213,6 +213,8 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert by_paths.with_activations is None
     marked = {**program, "loss_fn": rx.split_activations(program["loss_fn"])}
     assert rx.explain(model, MESH, **marked).with_activations is None
+    nothing = rx.explain(eqx.nn.Identity(), MESH, loss_fn=lambda m, b, key: m(b).mean(), batch=rows()["x"])
+    assert "split_activations" not in str(nothing)
 
 
 def test_what_is_not_understood_is_named():

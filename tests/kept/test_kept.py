@@ -130,7 +130,11 @@ class Named:
 
 
 class Slots:
-    __slots__ = ("target",)
+    __slots__ = "target"  # pyright: ignore[reportGeneralTypeIssues] (a string is one name)
+
+
+class OfSlots(Slots):
+    __slots__ = ("other",)
 
 
 TARGET, SETTINGS, MODULE = 0, {"target": 0}, types.ModuleType("settings_of_a_test")
@@ -205,7 +209,7 @@ WAYS: dict[str, Any] = {
     "class": lambda: (Named, lambda _: lambda: Named.target, next_target),
     "static method": lambda: (globals(), lambda _: lambda: Named.static(), next_item),
     "array": lambda: by_closure(array.array("d", [0.0]), lambda x: x[0], lambda x: x.__setitem__(0, 1.0)),
-    "slot": lambda: by_closure(set_target(Slots(), 0), lambda x: x.target, next_target),
+    "slot": lambda: by_closure(set_target(OfSlots(), 0), lambda x: x.target, next_target),
     "deque": lambda: by_closure(collections.deque([0]), lambda x: x[-1], lambda x: x.append(1)),
     "numpy": lambda: by_closure(np.zeros(4), lambda x: x.sum(), lambda x: x.fill(1)),
     "objects": lambda: by_closure(np.array([0, "one"], object), lambda x: x[0], lambda x: x.put(0, 1)),

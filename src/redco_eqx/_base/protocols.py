@@ -123,14 +123,14 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Mark a loss or predict function, so that its activations are split over `tensor` wherever this sends
-    less.
+    """Mark a loss or predict function, so that its activations are split over `tensor`, too.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
     `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
     value stays whole or is split along one of its dimensions, which can be a token, pixel or row dimension.
     The steps put these choices into the program. Without `shardings=`, a step leaves the choices to the
-    compiler.
+    compiler. The choice weighs the bytes that are sent and the work that `tensor` divides. So it can also send
+    more bytes: `explain` predicts them with and without it.
 
     ```python
     loss_fn = rx.split_activations(loss_fn)

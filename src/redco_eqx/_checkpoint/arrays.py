@@ -77,8 +77,7 @@ def bits_of(x: Array) -> UInt32[Array, "..."]:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize >= 4:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    size = jnp.finfo(x.dtype).bits
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{size}")).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")).astype(jnp.uint32)
 
 
 def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "..."]:

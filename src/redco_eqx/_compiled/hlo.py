@@ -279,8 +279,7 @@ def _iota(printed: str) -> np.ndarray:
     """Read `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
     shape, _, order = printed.partition("T")
     dims = _numbers(shape)
-    numbers = np.arange(math.prod(dims)).reshape(dims)
-    return numbers.transpose(_numbers(order) if order else None).reshape(-1)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(order) if order else None).reshape(-1)
 
 
 def _numbers(printed: str) -> list[int]:

@@ -104,7 +104,7 @@ class Epochs:
         if it has fewer)."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
-        num_whole, tail = self._sizes(self.examples_of(epoch))
+        num_whole, tail = batch_sizes(self.examples_of(epoch), self.batch_size, self._remainder, self._mesh)
         num_batches = num_whole + len(tail)
         return Place(epoch, min(batch, num_batches), num_batches)
 
@@ -162,7 +162,7 @@ class Epochs:
         return _with_ends(made, self._mesh, start, end, is_whole=not self._data.sharded)
 
     def _jobs(self, examples: Examples, epoch: int, start: int, order: Permutation | None) -> Iterator[Job]:
-        num_whole, tail = self._sizes(examples)
+        num_whole, tail = batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
         num_examples, num_batches = len(examples), num_whole + len(tail)
         if not 0 <= start <= num_batches:
             raise ValueError(
@@ -193,9 +193,6 @@ class Epochs:
                     yield Job(size, here, functools.partial(read, wanted), Place(*after, num_batches))
 
         return jobs()
-
-    def _sizes(self, examples: Examples) -> tuple[int, list[int]]:
-        return batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
 
 
 def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:

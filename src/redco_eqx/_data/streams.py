@@ -205,8 +205,7 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
     Raises `ValueError` if the stream was read in a different number of shards.
     """
     if place.positions is None:
-        per_batch = 1 if stream.batched else batch_size // begin.num_shards
-        return begin._replace(num_items=place.batch * per_batch)
+        return begin._replace(num_items=place.batch * (1 if stream.batched else batch_size // begin.num_shards))
     for position in (Position(*fields) for fields in place.positions):
         if position[:2] == begin[:2]:
             return position

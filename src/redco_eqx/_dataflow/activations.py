@@ -57,6 +57,7 @@ def choose_with_activations(
     *,
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
+    is_quick: bool = False,
 ) -> ActivationLayout:
     """Choose the layout of all values that sends the least.
 
@@ -67,12 +68,14 @@ def choose_with_activations(
     - `fixed`: decisions that are fixed for some arrays, by path: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device, instead of the bytes in `analysis`.
 
+    - `is_quick`: see `solve`.
+
     Raises `ValueError` if no layout fits.
     """
     costs = analysis.costs
     values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
     held = [costs.held(leaf, analysis.dim_of(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)
-    budget = sum(held) * 1.001 if max_bytes is None else max_bytes
-    solution = solve(values, fixed=decided, max_bytes=budget, held=costs.held)
+    budget = max(1.0, sum(held) * 1.001 if max_bytes is None else max_bytes)
+    solution = solve(values, fixed=decided, max_bytes=budget, held=costs.held, is_quick=is_quick)
     return ActivationLayout(analysis.traced, analysis.walk, costs, analysis.layout, solution)

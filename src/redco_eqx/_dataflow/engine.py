@@ -312,8 +312,7 @@ def choose_layout(
     split_so = as_layout(costs, decided) or {}
 
     def judge(layout: SplitOfEach) -> float:
-        fits = freed_bytes(costs, layout) >= least_freed
-        return analysis.score(layout) if fits else -math.inf
+        return analysis.score(layout) if freed_bytes(costs, layout) >= least_freed else -math.inf
 
     def laid_out(splits: Sequence[Split]) -> SplitOfEach:
         chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}

@@ -65,8 +65,7 @@ def best_set(
         scale = max(1.0, abs(least_freed))
         rows.append(([(place[n], freed[n] / scale) for n in numbers], least_freed / scale, np.inf))
     largest = max(1e-30, *(abs(worths[n]) for n in numbers))
-    prices = [-worths[n] / largest for n in numbers]
-    found = cheapest(prices, rows, [True] * len(numbers), mip_rel_gap=0.0)
+    found = cheapest([-worths[n] / largest for n in numbers], rows, [True] * len(numbers), mip_rel_gap=0.0)
     return [n for n, x in zip(numbers, found) if x > 0.5]
 
 
@@ -314,8 +313,7 @@ def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | Non
 
 def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
     """Bytes of parameters that a layout frees on a device."""
-    freed = (costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
-    return sum(freed, 0.0)
+    return sum((costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items()), 0.0)
 
 
 def improve(

@@ -173,8 +173,7 @@ def scatter(walk: Walk, operands: list[Value]) -> Results:
 
 
 def transpose(walk: Walk, operands: list[Value]) -> Results:
-    dims = [operands[0].dims[i] for i in walk.params["permutation"]]
-    return [_moved(walk, dims, operands[0])]
+    return [_moved(walk, [operands[0].dims[i] for i in walk.params["permutation"]], operands[0])]
 
 
 def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:

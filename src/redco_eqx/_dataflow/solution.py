@@ -43,6 +43,7 @@ def solve(
     fixed: Mapping[int, int | None],
     max_bytes: float | None = None,
     held: Callable[[int, int | None], float] | None = None,
+    is_quick: bool = False,
 ) -> Solution:
     """Make the choice with the lowest cost.
 
@@ -52,13 +53,15 @@ def solve(
     - `max_bytes`: a limit on the bytes of parameters on one device.
     - `held`: the bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
 
+    - `is_quick`: do not branch, and refuse a program with so many variables that it takes a minute.
+
     Raises `ValueError` if there is no choice.
     """
     search = _Search(values, *alike(values, fixed))
     search.fix(fixed)
     if max_bytes is not None and held is not None:
         search.limit(max_bytes, held)
-    return search.solved()
+    return search.solved(is_quick)
 
 
 NUM_APART = 4
@@ -260,12 +263,16 @@ class _Search:
         for end, several in by_end.items():
             self.equal(several, [j for (_, b), j in flows.items() if b == end])
 
-    def solved(self) -> Solution:
+    def solved(self, is_quick: bool) -> Solution:
         """Solve the integer program. Raises `ValueError` if there is no solution."""
+        if is_quick and len(self.cost) > 40_000:
+            raise ValueError(f"the integer program has {len(self.cost)} variables")
         for (_, name, *_), several in self.changes.items():  # a change that several operations need counts once
             once = self.variable(0.0, [(name, max(price for _, price in several))])
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
-        found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)
+        found = cheapest(
+            self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=1 if is_quick else 200
+        )
         states = {group: max(of, key=lambda s: found[of[s]]) for group, of in self.states.items()}
         every = {group: states.get(group, WHOLE) for group in self.values.states}
         best = [max(numbers, key=lambda i: found[numbers[i]]) for numbers in self.strategies]

@@ -97,8 +97,7 @@ def share_of_devices(local_process: int) -> tuple[int, ...] | None:
     visible = read("CUDA_VISIBLE_DEVICES") or read("ROCR_VISIBLE_DEVICES")
     if here is None:
         return (local_process,)
-    num_visible = len(visible.split(",")) if visible else int(here)
-    each = num_visible // int(here)
+    each = (len(visible.split(",")) if visible else int(here)) // int(here)
     if int(here) == 1 or each == 0:
         return None
     return tuple(range(local_process * each, (local_process + 1) * each))

@@ -180,9 +180,8 @@ def chip_of(device: Any) -> Chip | None:
 
 def _present(device: Any) -> Chip:
     """Describe a device of this machine."""
-    named = chip_of(device) or _UNKNOWN
-    statistics = device.memory_stats() or {}
-    return dataclasses.replace(named, memory=int(statistics.get("bytes_limit", named.memory)))
+    chip = chip_of(device) or _UNKNOWN
+    return dataclasses.replace(chip, memory=int((device.memory_stats() or {}).get("bytes_limit", chip.memory)))
 
 
 _COMPILERS = {  # the modules of the compiler, the package to install, the size of that

@@ -148,18 +148,27 @@ def explain(
         return found
     # Not the model itself, whose memory the explanation would hold.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
+    budget = _budget(model, max_bytes_per_device)
 
     def with_activations() -> "Prediction | None":
         from redco_eqx._dataflow.activations import choose_with_activations
 
         fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
         try:
-            split = choose_with_activations(analysis, mesh, fixed=fixed)
-        except ValueError:  # no layout has the splits of the overrides
+            split = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget, is_quick=True)
+        except ValueError:  # none has the splits of the overrides, or it would take minutes
             return None
         return explain_by(split, shapes, mesh, chosen).communication
 
     return dataclasses.replace(found, _with_activations=with_activations)
+
+
+def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:
+    """The bytes on one device for the arrays that are not constants of the program."""
+    if max_bytes_per_device is None:
+        return None
+    constants = (x.nbytes for x in to_arrays(model).values() if isinstance(x, np.ndarray | np.generic))
+    return float(max_bytes_per_device - sum(constants))
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -245,8 +254,7 @@ def analyse(
     analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
     given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
-    budget = None if max_bytes_per_device is None else float(max_bytes_per_device - constants)
+    budget = _budget(model, max_bytes_per_device)
     layout = choose_layout(analysis, given=given, fixed=fixed, max_bytes=budget)
     if not traced.splits or tensor == 1:
         return [layout]

@@ -75,7 +75,8 @@ def _alone(x: Any) -> Hashable:
     `id`."""
     kind = type(x)
     if kind.__eq__ is not object.__eq__ and not isinstance(x, jax.Array):
-        with contextlib.suppress(TypeError):  # a weak reference has the hash of its object, which may have none
+        # A weak reference has the hash of its object, which may have none, and a writable memory view has none.
+        with contextlib.suppress(TypeError, ValueError):
             hash(x)
             return x
     is_marker = getattr(x, "__dict__", None) == {} and kind.__init__ is object.__init__
@@ -89,7 +90,8 @@ def _parts(x: Any, deep: bool) -> list[Any]:
     parts = list(_of_function(x, deep)) if isinstance(x, types.FunctionType) else []
     for kind, contents in _CONTENTS.items():
         parts += [kind, *contents(x)] if isinstance(x, kind) else []
-    parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
+    slots = [vars(kind).items() for kind in type(x).__mro__ if "__slots__" in vars(kind)]
+    parts += [getattr(x, n, None) for of in slots for n, y in of if isinstance(y, types.MemberDescriptorType)]
     attributes = getattr(x, "__dict__", {}).items()
     return parts + [item for item in attributes if item[0] not in ("__dict__", "__weakref__")]
 

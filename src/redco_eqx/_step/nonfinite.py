@@ -52,8 +52,7 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
     checked = checkify.checkify(program.replace(jaxpr.replace(eqns=[part.eqns[0] for part in parts])))
 
     def error_of(batch: Batch, key: Key) -> checkify.Error:
-        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3])
-        return checked(*arrays, batch, key)[0]
+        return checked(*jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3]), batch, key)[0]
 
     rows = jax.tree.map(_rows_here, batch)
     message = jax.jit(error_of)(rows, inputs[-1]).get()

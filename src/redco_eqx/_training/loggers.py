@@ -178,8 +178,7 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
     from tqdm import tqdm
 
     where: Any = {"file": stream or sys.stderr, "dynamic_ncols": True}
-    hide = None if show is None else not show
-    return tqdm(desc="train", total=total, initial=initial, disable=hide, **where)
+    return tqdm(desc="train", total=total, initial=initial, disable=None if show is None else not show, **where)
 
 
 @dataclasses.dataclass(frozen=True)
