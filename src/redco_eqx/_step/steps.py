@@ -96,8 +96,12 @@ def train_step(
     checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
     matrix products and convolutions (with [`split_activations`][], only if a scan reads weights). If a
     checkpoint does read weights, weights that are read outside it are gathered once, and kept until the
-    gradient is done. `reshard_after_forward` says which gathered weights are
-    kept instead. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    gradient is done. `reshard_after_forward` says which gathered weights are kept instead. The gathers have no
+    forward-mode derivative (`jax.jvp`, `jax.hessian`).
+
+    The gradient is that of `jax.grad`. For a complex parameter, this is the conjugate of the direction in which
+    the loss grows. So conjugate it in the optimizer: `optax.chain(optax.stateless(lambda g, _: jax.tree.map(
+    jnp.conj, g)), optimizer)`.
 
     `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
 
