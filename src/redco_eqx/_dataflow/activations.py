@@ -67,7 +67,6 @@ def choose_with_activations(
         more memory.
     - `fixed`: decisions that are fixed for some arrays, by path: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device, instead of the bytes in `analysis`.
-
     - `is_quick`: see `solve`.
 
     Raises `ValueError` if no layout fits.

@@ -52,7 +52,6 @@ def solve(
     - `fixed`: decisions for some parameters, by index: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device.
     - `held`: the bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
-
     - `is_quick`: do not branch, and refuse a program with so many variables that it takes a minute.
 
     Raises `ValueError` if there is no choice.
