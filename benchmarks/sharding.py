@@ -57,7 +57,7 @@ def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
         "traced_seconds": marks[1] - marks[0],
         "choice_seconds": marks[2] - marks[1],
         "at_least": least,
-        "opaque": [f"{name} ({len(found)})" for name, found in analysis.walk.opaque.items()],
+        "opaque": [f"{name} ({len(x)})" for name, x in analysis.walk.opaque.items()],
     }
     for name, target in TARGETS.items():
         if name == "cpu" or any(map(importlib.util.find_spec, COMPILERS[name])):

@@ -132,7 +132,7 @@ def explain(
 
     It takes the same arguments as `shard_rules`, and raises the same errors. `print(explain(model, mesh))`
     shows a table, in which layers with the same layout share a row (`layers.[0-11].mlp.up.weight`). The last
-    line of the table says what the loss would send with [`split_activations`][], if that is more than 10% less.
+    line says what [`split_activations`][] would send, if that is more than 10% less.
 
     ```python
     explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
