@@ -222,7 +222,7 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
     (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
     (lambda: fit(loggers=print), "loggers ... loggers=[logger]"),
-    (lambda: fit(loggers=[lambda row: 0]), "logger(step, row) ... takes (row)"),
+    (lambda: fit(loggers=[lambda row: 0]), "fit: logger is called as logger(step, row) ... takes (row)"),
     (lambda: fit(hook=lambda state: 0), "hook(run, row, state) ... takes (state)"),
     (lambda: fit(evaluation=EXAMPLES), "evaluation ... rx.Evaluation(examples)"),
     (lambda: fit(checkpoints=True), "checkpoints ... bool ... directory"),

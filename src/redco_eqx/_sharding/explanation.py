@@ -98,10 +98,8 @@ class Explanation:
             entries += ["-"] * (len(d.shape) - len(d.spec))
             rows.append((path, describe(d), f"({', '.join(entries)})", d.role, size, d.reason))
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        lines = [
-            *table(rows),
-            f"{size_text(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}",
-        ]
+        size = size_text(self.bytes_per_device)
+        lines = [*table(rows), f"{size} per device, {len(self.decisions)} arrays on {mesh}"]
         if any("fsdp" in axes_of(d.spec) for d in self.decisions.values()):
             lines.append(
                 "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or "

@@ -143,12 +143,14 @@ def explain(
     """
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
+    # The explanation must not hold the memory of the model.
+    model = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, model
+    )
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
     found = explain_by(analysis, model, mesh, chosen)
     if analysis is None or analysis.traced.splits or axis_size(mesh, "tensor") == 1:
         return found
-    # Not the model itself, whose memory the explanation would hold.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
     budget = _budget(model, max_bytes_per_device)
 
     def with_activations() -> "Prediction | None":
@@ -159,7 +161,7 @@ def explain(
             split = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget, is_quick=True)
         except ValueError:  # none has the splits of the overrides, or it would take minutes
             return None
-        return explain_by(split, shapes, mesh, chosen).communication
+        return explain_by(split, model, mesh, chosen).communication
 
     return dataclasses.replace(found, _with_activations=with_activations)
 

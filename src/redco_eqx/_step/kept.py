@@ -90,8 +90,9 @@ def _parts(x: Any, deep: bool) -> list[Any]:
     parts = list(_of_function(x, deep)) if isinstance(x, types.FunctionType) else []
     for kind, contents in _CONTENTS.items():
         parts += [kind, *contents(x)] if isinstance(x, kind) else []
-    slots = [vars(kind).items() for kind in type(x).__mro__ if "__slots__" in vars(kind)]
-    parts += [getattr(x, n, None) for of in slots for n, y in of if isinstance(y, types.MemberDescriptorType)]
+    # The slots of base classes, too, under the names that Python gives to private ones.
+    own = (item for kind in type(x).__mro__ if "__slots__" in vars(kind) for item in vars(kind).items())
+    parts += [getattr(x, name, None) for name, y in own if isinstance(y, types.MemberDescriptorType)]
     attributes = getattr(x, "__dict__", {}).items()
     return parts + [item for item in attributes if item[0] not in ("__dict__", "__weakref__")]
 
