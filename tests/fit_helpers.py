@@ -305,7 +305,7 @@ def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
 
 def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
     clocked = ("time", "run", *(f"train/{name}_per_second" for name in ("examples", "tokens")))
-    clocked += ("train/data_wait_seconds", "train/slowest_process", "train/slowest_by_seconds")
+    clocked += ("train/mfu", "train/data_wait_seconds", "train/slowest_process", "train/slowest_by_seconds")
     return [(step, {name: x for name, x in row.items() if name not in clocked}) for step, row in rows]
 
 

@@ -29,22 +29,26 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
         "TESTS_ON": "device",
         "JAX_DEFAULT_MATMUL_PRECISION": precision,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # Runs that are equal to the bit.
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true",
     }
     if is_small:
         variables["JAX_PLATFORMS"] = "cpu"
     paths = [f"tests/{room}" for room in rooms]
     begun = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--tb=no", "-rfE", *paths],
+        [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--tb=no", "-rfE",
+         "-n", str(min(os.cpu_count() or 1, 14)), *paths],
         cwd=REPOSITORY, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else "")
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)s?", lines[-1] if lines else "")
     if not counts:
         return {
             "error": f"pytest ended with {done.returncode}: {(done.stderr.splitlines() or ['?'])[-1]}"[:200]
         }
-    found: dict[str, Any] = {"broken" if kind == "error" else kind: int(num) for num, kind in counts}
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    found: dict[str, Any] = {kind: int(num) for num, kind in counts if kind != "error"}
+    failures = sorted({line for line in lines if line.startswith(("FAILED", "ERROR"))})
+    found["broken"] = sum(line.startswith("ERROR") for line in failures)  # each worker reports its own
     seconds = time.perf_counter() - begun
     return {**found, "seconds": seconds, "failures": failures, "jax": importlib.metadata.version("jax")}

@@ -35,13 +35,12 @@ def test_a_row_is_the_exact_mean_of_its_steps() -> None:
     windows = [metrics[0:3], metrics[3:6], metrics[6:7]]
     for (_, row), window, done in zip(rows.rows, windows, (3, 6, 7)):
         for name in window[0]:
-            total = sum(float(m[name].total) for m in window)
-            weight = sum(float(m[name].weight) for m in window)
-            # The window adds in float32.
-            np.testing.assert_allclose(row[f"train/{name}"], total / weight, rtol=1e-6)
+            total, weight = (sum(float(getattr(m[name], x)) for m in window) for x in ("total", "weight"))
+            np.testing.assert_allclose(row[f"train/{name}"], total / weight, rtol=1e-6)  # adds in float32
         assert row["train/epoch"] == pytest.approx(done / 5, rel=1e-12)
         assert set(row) >= {"train/loss", "train/plain", "train/grad_norm", "train/examples_per_second"}
-        assert row.keys() & {"train/mfu", "train/slowest_process"} == set()  # one process, of no known peak
+        timed = {"train/mfu"} if jax.default_backend() == "gpu" else set()
+        assert row.keys() & {"train/mfu", "train/slowest_process"} == timed
         assert next(iter(row)) == "train/loss"
     of_first = [float(m["loss"].value) for m in windows[0]]
     assert rows.rows[0][1]["train/loss"] != pytest.approx(np.mean(of_first), rel=1e-3)  # no mean of means
