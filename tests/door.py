@@ -260,6 +260,8 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: generate([[1]], models.beam_search, num_beams=2), "beam_search: inputs ... np.array(ids)"),
 ]
 # Of `ValueError`:
+WITH_LEAST = partial(rx.Checkpoints, PLACE / "new", keep_best={"loss": "least"})
+WITHOUT_STATE = partial(rx.init_state, Normed(KEY), ADAM, key=KEY)
 WRONG: list[tuple[Any, str]] = [
     (lambda: rx.init_state(MODEL, key=jax.random.split(KEY)), "key ... (2,) ... keys[0]"),
     (lambda: fit(FOR_EVALUATION), "opt_state ... nothing ... init_state(model, optimizer, key=...)"),
@@ -269,20 +271,15 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: fit(batch_size=32), "batch_size=32 ... 16 examples ... smaller batch_size"),
     (lambda: rx.make_mesh(tensor=16), "tensor=16 ... there are 8 (cpu)"),
     (lambda: rx.make_mesh(tensor=0), "tensor=0 ... positive"),
-    (
-        lambda: rx.Checkpoints(PLACE / "new", keep_best={"loss": "least"}),
-        "keep_best={'loss': 'least'} ... \"min\" or the \"max\"",
-    ),
+    (WITH_LEAST, "keep_best={'loss': 'least'} ... \"min\" or the \"max\""),
     (lambda: explain((), EXPLICIT), "('data',) ... AxisType.Auto ... Mesh(mesh.devices, mesh.axis_names)"),
     (lambda: explain((), RENAMED), "('dp', 'tp') ... Mesh(mesh.devices, (\"data\", \"tensor\"))"),
     (lambda: returning(lambda x: {"loss": x}), f"loss_fn must return ... a dict ... {PAIR}"),
     (lambda: returning(lambda x: (x, x), step), f"metrics a dict ... float32[] ... {PAIR}"),
+    (lambda: returning(lambda x: (x, {1: x}), step), f"metrics a dict ... of [1] ... {PAIR}"),
     (lambda: returning(lambda x: (x, {}, x), step), f"a tuple of 3 ... init_state was given {A_PAIR}"),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
-    (
-        lambda: rx.init_state(Normed(KEY), ADAM, key=KEY),
-        "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)",
-    ),
+    (WITHOUT_STATE, "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)"),
     (lambda: rx.save(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: rx.restore(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: fit(checkpoints=A_FILE), "door/file is a file ... directory"),

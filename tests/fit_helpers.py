@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -304,9 +305,8 @@ def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-    clocked = ("time", "run", *(f"train/{name}_per_second" for name in ("examples", "tokens")))
-    clocked += ("train/mfu", "train/data_wait_seconds", "train/slowest_process", "train/slowest_by_seconds")
-    return [(step, {name: x for name, x in row.items() if name not in clocked}) for step, row in rows]
+    clocked = "time|run|train/(mfu|data_wait_seconds|slowest_.*|.*_per_second)"
+    return [(step, {k: x for k, x in row.items() if not re.fullmatch(clocked, k)}) for step, row in rows]
 
 
 @contextlib.contextmanager

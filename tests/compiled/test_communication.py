@@ -43,7 +43,7 @@ def compiled(f: Any, mesh: Mesh = MESH) -> jax.stages.Compiled:
 
 def only(found: Communication) -> Collective:
     assert len(found) == 1, found
-    return found.collectives[0]
+    return found[0]
 
 
 @pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
@@ -191,7 +191,7 @@ def test_the_table_says_what_is_not_exact() -> None:
         ([{}, {"conditional": True}], "<=", ["<="]),
         ([{"loops": (None,)}, {"conditional": True}], "~", [">=", "<="]),
     ):
-        found = Communication(tuple(collective("all-reduce", "tensor", **change) for change in changes))
+        found = Communication(collective("all-reduce", "tensor", **change) for change in changes)
         assert found.by_kind["all-reduce"].bound == found.total.bound == bound
         _, row, total, *said = str(found).splitlines()
         assert row.split()[2] == total.split()[1] == f"{bound}{found.total.count}"

@@ -221,13 +221,14 @@ def test_exception_arrives_at_its_batch(error):
     for prefetch, num_workers in ((0, 0), (1, 0), (4, 4)):
         made = batches(Broken(80), collate, prefetch=prefetch, num_workers=num_workers)
         assert [np.asarray(next(made)["x"])[0] for _ in range(2)] == [0, 8]
-        # A generator turns StopIteration into RuntimeError, so that it is not taken for the end.
+        # StopIteration becomes a RuntimeError, so that it is not taken for the end.
         with pytest.raises((KeyError, RuntimeError)) as caught:
             next(made)
-        cause: Any = caught.value if error is KeyError else caught.value.__cause__
+        cause: Any = caught.value if error is KeyError else caught.value.__context__
         assert (type(cause), cause.args) == (error, ("bad row",))
         assert "__getitem__" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
-        assert any("This is batch 2 of epoch 0" in note and "start=2" in note for note in cause.__notes__)
+        told = " ".join([str(caught.value), *getattr(cause, "__notes__", [])])
+        assert all(part in told for part in ("This is batch 2 of epoch 0", "start=2"))
         assert list(made) == []
         assert no_threads_left()
 

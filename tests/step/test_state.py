@@ -88,7 +88,8 @@ def test_what_is_trained():
         (MIXED, spec, ["layers.1.weight", "scale"]),
         (pair, {"body": False, "head": True}, ["head.bias", "head.weight"]),
         (MIXED, lambda x: eqx.is_array(x) and x.ndim == 2, ["layers.0.weight", "layers.1.weight"]),
-        # NumPy tables, integers and keys are never trained.
+        # NumPy tables, integers, keys and quantised weights are never trained.
+        ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float8_e4m3fn)}, True, ["a"]),
         (MIXED, True, FLOATING),
         (MIXED, eqx.is_array_like, FLOATING),
     ]
@@ -235,6 +236,7 @@ def test_a_model_that_cannot_be_trained_is_refused_by_path(mesh):
         (on_two(replicated(mesh), first), r"a lies on a mesh of 8 devices.*, but b on \S+0"),
         (on_two(first, second), r"a lies on \S+0, but b on \S+1"),
         (deleted, "init_state: b has been deleted"),
+        ({"a": jnp.ones(1), "b": np.array(["x"])}, r"b is <U1\[1\].*static field"),
         ({"table": np.ones(3), "count": jnp.arange(2)}, "none of the 2 arrays of the model is trainable"),
         ({"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)}, r"two leaves have the path 'a\.b'"),
     ]

@@ -39,11 +39,13 @@ def is_key(x: object) -> bool:
 
 
 def is_trainable(x: object) -> bool:
-    """True for a floating (or complex) JAX array, concrete or abstract.
+    """True for a JAX array of floating (or complex) numbers of 16 bits or more, concrete or abstract.
 
-    NumPy arrays are constants: tables that weight decay must not shrink.
+    NumPy arrays are constants: tables that weight decay must not shrink. Narrower floats store quantised
+    weights, and JAX promotes them to no other type.
     """
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
+    is_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_jax and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1
 
 
 def describe(x: Any, *, leading: str = "") -> str:
@@ -89,6 +91,8 @@ def lack_of_value(x: object) -> str | None:
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         return "has been deleted. It was donated, perhaps as part of an earlier state"
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+        return f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a static field"
     return None
 
 

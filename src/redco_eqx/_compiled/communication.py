@@ -185,46 +185,35 @@ class Total:
     bound: str
 
 
-@dataclass(frozen=True)
-class Communication:
-    """The collectives of one call to a compiled program. `str()` gives a table by kind, axes and source line.
+class Communication(tuple[Collective, ...]):
+    """A tuple of the collectives in one call to a compiled program, in the order of the program.
 
-    **Attributes:**
-
-    - `collectives`: each instruction, in the order of the program. Iterating gives the same instructions.
+    `str()` gives a table by kind, axes and source line.
     """
-
-    collectives: tuple[Collective, ...]
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self.collectives)
-
-    def __len__(self) -> int:
-        return len(self.collectives)
 
     @property
     def total(self) -> Total:
         """The total over all collectives."""
-        return _total(self.collectives)
+        return _total(self)
 
     @property
     def by_kind(self) -> dict[str, Total]:
         """`{"all-reduce": total}`, most bytes first."""
-        return _grouped(self.collectives, lambda c: c.kind)
+        return _grouped(self, lambda c: c.kind)
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Total]:
         """`{("tensor",): total}`, most bytes first. A collective over two axes has a key with both."""
-        return _grouped(self.collectives, lambda c: c.axes)
+        return _grouped(self, lambda c: c.axes)
 
     @property
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """`{(kind, axes): count}`. A test should compare the whole dict, so that it allows nothing else."""
-        return {key: row.count for key, row in _grouped(self.collectives, lambda c: (c.kind, c.axes)).items()}
+        return {key: row.count for key, row in _grouped(self, lambda c: (c.kind, c.axes)).items()}
 
     def __str__(self) -> str:
         rows = [("kind", "axes", "count", "MiB", "MiB sent", "source")]
-        groups = _grouped(self.collectives, lambda c: (c.kind, c.axes, c.source, c.is_backward))
+        groups = _grouped(self, lambda c: (c.kind, c.axes, c.source, c.is_backward))
         for (kind, axes, source, backward), total in [*groups.items(), (("total", (), "", False), self.total)]:
             where = os.path.basename(source) + (" (backward)" if backward else "")
             made, sent = f"{total.result_bytes / 2**20:.3f}", f"{total.sent_bytes / 2**20:.3f}"
@@ -275,7 +264,7 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
             f"communication: the program is for {program.num_devices} device(s), but the mesh has {mesh.size}: "
             f"{dict(mesh.shape)}. Pass the mesh that its arguments lie on."
         )
-    return Communication(tuple(_walk(program, program.entry, tuple(mesh.shape.items()))))
+    return Communication(_walk(program, program.entry, tuple(mesh.shape.items())))
 
 
 _BOUNDS = {(False, False): "", (True, False): ">=", (False, True): "<=", (True, True): "~"}

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_functions
+from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_functions, check_whole
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import Data, Place, Position, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
@@ -356,13 +356,14 @@ def batches(
     with a different shape than on another process. The message names the leaf.
     """
     check_functions("batches", collate_fn=collate_fn)
+    check_whole("batches", batch_size=batch_size, epoch=epoch, start=start)
     data = as_data(examples)
     if isinstance(data, Data):
         num_examples_of(data.sequence)  # no function of the epoch
         if positions is not None:
             raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
     epochs = Epochs(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
-    place = Place(epoch, start, None, positions)
+    place = Place(int(epoch), int(start), None, positions)
     return Batches(epochs.rest(place, key=key), place)
 
 

@@ -17,6 +17,8 @@ def noting(note: str) -> Iterator[None]:
     """Add a note to errors that are raised in the block."""
     try:
         yield
+    except StopIteration:  # a generator would end with it
+        raise RuntimeError(f"StopIteration was raised. {note}") from None
     except Exception as error:
         error.add_note(note)
         raise

@@ -54,10 +54,10 @@ def init_state(
         optimizer, you can use the state only for evaluation and prediction.
     - `key`: the PRNG key for all randomness of the run.
     - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default,
-        every floating JAX array is trained. NumPy arrays, integers and keys are never trained. (`init_model`
-        keeps NumPy arrays as they are, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not.) Arrays that
-        the class of a module lists in a tuple `buffers`, by their paths in the module, are never trained
-        either.
+        every floating JAX array is trained. NumPy arrays, integers, keys, and floats of less than 16 bits are
+        never trained. (`init_model` keeps NumPy arrays as they are, but `eqx.filter_shard` and
+        `eqx.filter_eval_shape` do not.) Arrays that the class of a module lists in a tuple `buffers`, by their
+        paths in the module, are never trained either.
 
     **Raises:**
 
@@ -165,9 +165,8 @@ def _described(mesh: Any) -> str:
 
 def _check_buffers(arrays: dict[str, Any]) -> None:
     own = {path: x for path, x in arrays.items() if isinstance(x, jax.Array)}
-    for path, x in own.items():
-        lack = lack_of_value(x)
-        if lack is not None:
+    for path, x in arrays.items():
+        if lack := lack_of_value(x):
             raise ValueError(f"init_state: {path} {lack}.")
     check_apart("init_state", [(buffer, path) for path, x in own.items() for buffer in _buffers(x)])
 

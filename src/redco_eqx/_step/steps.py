@@ -57,8 +57,9 @@ def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metr
         what = f"a tuple of {len(parts)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ValueError(f"loss_fn must return {expected}, but returned {what}. {hint}")
     metrics = parts[1] if len(parts) > 1 else {}
-    if not isinstance(metrics, dict):
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
         what = describe(metrics) if is_array(metrics) else type(metrics).__name__
+        what += f" of {list(metrics)}" if what == "dict" else ""
         raise ValueError(f"loss_fn must return {expected}, with metrics a dict of names, not {what}. {hint}")
     reserved = [name for name in metrics if name in RESERVED_METRICS]
     if reserved:
