@@ -143,7 +143,7 @@ class Epochs:
             with noting(f"This is batch {index} of epoch {epoch}; {again}{index}) makes it again."):
                 batch = self._collate_fn(job.read())
                 with jax.enable_x64(self._x64):
-                    return placed(batch, self._mesh, job.size, job.here), job.after
+                    return placed(batch, self._mesh, job.size, job.num_here), job.after
 
         facts = {
             "len(examples)": length,
@@ -190,7 +190,7 @@ class Epochs:
                 for index, (size, here, _) in enumerate(several, first):
                     wanted = list(itertools.islice(numbers, len(here)))
                     after = divmod(epoch * num_batches + index + 1, num_batches)
-                    yield Job(size, here, functools.partial(read, wanted), Place(*after, num_batches))
+                    yield Job(size, len(here), functools.partial(read, wanted), Place(*after, num_batches))
 
         return jobs()
 

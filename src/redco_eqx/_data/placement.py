@@ -20,13 +20,13 @@ class Job(NamedTuple):
     """A batch to make.
 
     - `size`: the number of rows of the batch.
-    - `here`: the rows that `collate_fn` makes on this process.
+    - `num_here`: the number of rows that `collate_fn` makes on this process.
     - `read`: returns the argument for `collate_fn`.
     - `after`: the place after the batch.
     """
 
     size: int
-    here: Int[np.ndarray, " num_rows"]
+    num_here: int
     read: Callable[[], Any]
     after: Place
 
@@ -73,9 +73,9 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 
 
 @functools.lru_cache(maxsize=64)
-def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """Return the sharding of a batch of this size, and the rows of the batch that this process needs,
-    in ascending order.
+def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"], dict[int, slice]]:
+    """Return the sharding of a batch of this size, the rows of the batch that this process needs (in ascending
+    order), and for each piece of the batch, by its first row, the part of these rows that it consists of.
 
     Raises `ValueError` if this process has no device in the mesh.
     """
@@ -86,23 +86,24 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
             f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
             "placed from it. Call batches only where the mesh has devices."
         )
-    rows = np.arange(size)
-    return sharding, np.unique([rows[index] for index in indices.values()])
+    rows = [np.arange(size)[index] for index in indices.values()]
+    here = np.unique(rows)
+    pieces = {int(x[0]): slice(n := int(np.searchsorted(here, x[0])), n + len(x)) for x in rows}
+    return sharding, here, pieces
 
 
-def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
-    """Make the global arrays of a batch of this size from the rows `here` that `collate_fn` has made.
+def placed(batch: Batch, mesh: Mesh, size: int, num_here: int) -> Batch:
+    """Make the global arrays of a batch of this size from the rows that `collate_fn` has made here: those that
+    this process needs, or all rows.
 
     Raises `ValueError` or `TypeError` for an object that is not a batch.
     """
-    _check_batch(batch, len(here))
-    sharding, _ = layout(mesh, size)
+    _check_batch(batch, num_here)
+    sharding, _, pieces = layout(mesh, size)
 
     def on_mesh(x: Any) -> Array:
         def piece(index: Any) -> Any:
-            first, stop, _ = index[0].indices(size)
-            local = int(np.searchsorted(here, first))
-            return x[local : local + stop - first]
+            return x[index[0] if num_here == size else pieces[index[0].start or 0]]
 
         # Unlike `device_put`, this compares nothing between processes, so a thread may call it.
         return jax.make_array_from_callback((size, *x.shape[1:]), sharding, piece)

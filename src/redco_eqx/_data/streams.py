@@ -236,7 +236,7 @@ def read_batches(
                 # Inside the tail, which was read at once, the items before are counted, and not compared.
                 before = before._replace(num_items=before.num_items + size, checksum=None)
                 place = place._replace(batch=place.batch + 1, positions=(before if items else at,))
-                yield Job(size, rows, lambda mine=mine: mine, place)
+                yield Job(size, len(rows), lambda mine=mine: mine, place)
 
 
 def checksum(x: Any, begin: int = 0) -> int:
