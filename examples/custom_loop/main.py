@@ -112,9 +112,8 @@ def ensemble(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Ex
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     models = [rx.init_model(make_model, mesh, key=key, **program) for key in keys]
     states = [rx.init_state(model, optimizer, key=key) for model, key in zip(models, keys)]
-    shardings = rx.shard_rules(models[0], mesh, **program)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=states[0].shardings)
     epoch = functools.partial(train_epoch, step=step, batch_size=args.batch_size)
     run = jax.jit(jax.vmap(epoch, in_axes=(0, None)), donate_argnums=0)
     bar = tqdm(range(args.epochs), desc="ensemble", disable=None)
@@ -169,8 +168,7 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
     )
 
     # Only the step needs the layout. It skips updates with a loss or gradient that is not finite.
-    shardings = rx.shard_rules(model, mesh, **program)
-    step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
     step = rx.jit_step(rx.skip_nonfinite(step_fn))
 
     # A stopped run continues from its checkpoint, which holds the state, and everything else in `extras`.

@@ -17,7 +17,6 @@ from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Collective, Communication, communication
 from redco_eqx._sharding.mesh import for_use, stored_axes
 from redco_eqx._step.gather import KEPT, gather_where_used
-from redco_eqx._step.state import layout_of
 
 MESH = mesh_of("fsdp8")
 SPLIT, WHOLE = jax.NamedSharding(MESH, jax.P("fsdp")), jax.NamedSharding(MESH, jax.P())
@@ -176,7 +175,7 @@ def trained(mesh: Any, *, overrides: Any = (), **options: Any) -> tuple[rx.Train
     shardings = rx.shard_rules(model, mesh, overrides=overrides)
     rows = np.random.default_rng(0).integers(0, 97, (16, 9)).astype(np.int32)
     found = stepped(model, rows, mesh, loss_fn, OPTIMIZER, shardings=shardings, num_microbatches=2)
-    assert layout_of(found.before) == {path: x.sharding for path, x in rx.to_arrays(found.before.model).items()}
+    assert found.before.shardings == {path: x.sharding for path, x in rx.to_arrays(found.before.model).items()}
     state, _ = found.compiled(found.state, jax.device_put(rows, rx.batch_sharding(mesh)))
     return state, communication(found.compiled, mesh)
 
@@ -262,6 +261,6 @@ def test_frozen_arrays_that_are_stored_split_change_no_number():
         layers = [{"frozen": x, "scale": np.ones(64, np.float32)} for x in values]
         state = adapted_state(jax.device_put(layers, [{"frozen": sharding, "scale": whole}] * 3))
         assert bool(state.stored) == (sharding is OVER_BOTH)
-        step = partial(rx.train_step, loss_fn=adapted, optimizer=SGD, shardings=layout_of(state))
+        step = partial(rx.train_step, loss_fn=adapted, optimizer=SGD, shardings=state.shardings)
         params.append(jax.jit(step)(state, batch)[0].params)
     assert_close(*params, rtol=1e-5, atol=1e-6)

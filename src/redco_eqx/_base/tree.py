@@ -93,7 +93,21 @@ def lack_of_value(x: object) -> str | None:
         return "has been deleted. It was donated, perhaps as part of an earlier state"
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
         return f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a static field"
-    return None
+    return excess_of(x) if isinstance(x, np.ndarray) else None
+
+
+def excess_of(x: Any) -> str | None:
+    """Say which 64-bit number of an array does not fit into JAX's 32 bits (`has ..., but ...`); else `None`."""
+    dtype: Any = jax.dtypes.canonicalize_dtype(x.dtype)
+    if dtype == x.dtype or not x.size:
+        return None
+    with np.errstate(over="ignore"):
+        narrow = x.astype(dtype)
+    wrong = np.extract(narrow != x if dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(x), x)
+    if not len(wrong):
+        return None
+    advice = 'Make it smaller, or call jax.config.update("jax_enable_x64", True) first'
+    return f"has {wrong[0]}, but JAX stores it as {dtype}, where that does not fit. {advice}"
 
 
 def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:

@@ -213,9 +213,10 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
     Raises `ValueError` if two names become one, or a path is not in the checkpoint.
     """
     leaves, matched = {}, set()
-    for room, _, path in (name.partition("/") for name in names):
+    for path in (name.partition("/")[2] for name in names if name.startswith(MODEL)):
+        leaves[path] = path
         for old in sorted(paths, key=len):  # if several match, the longest counts
-            if f"{room}/" in MODEL and f"{path}.".startswith(f"{old}."):
+            if f"{path}.".startswith(f"{old}."):
                 leaves[path] = paths[old] + path[len(old) :]
                 matched.add(old)
     if matched != {*paths}:
@@ -226,8 +227,9 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
     renamed = {}
     for name in names:
         room, _, path = name.partition("/")
-        ends = [x for x in leaves if path == x or (room == "optimizer" and path.endswith(f".{x}"))]
-        end = max(ends, key=len, default="")
+        parts = path.split(".")
+        ends = [".".join(parts[i:]) for i in range(len(parts) if room == "optimizer" else 1)]
+        end = next((x for x in ends if x in leaves), "")  # the longest one
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")
     twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
     if twice:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from redco_eqx._base.protocols import Batch, Examples
-from redco_eqx._base.tree import describe, leaves_with_paths
+from redco_eqx._base.tree import describe, excess_of, leaves_with_paths
 from redco_eqx._data.data import Place, num_examples_of
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 
@@ -134,15 +134,5 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
                 "of examples that collate_fn was given. Stack one row per example. Put anything that all "
                 "examples share in the model or in the loss function."
             )
-        dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        if dtype == leaf.dtype or not leaf.size:
-            continue
-        with np.errstate(over="ignore"):
-            narrow = leaf.astype(dtype)
-        is_integer = jnp.issubdtype(dtype, jnp.integer)
-        wrong = np.extract(narrow != leaf if is_integer else np.isinf(narrow) & ~np.isinf(leaf), leaf)
-        if len(wrong):
-            raise ValueError(
-                f"{name} is {describe(leaf)} and has {wrong[0]}, but JAX stores it as {dtype}, where that does "
-                'not fit. Make it smaller, or call jax.config.update("jax_enable_x64", True) first.'
-            )
+        if excess := excess_of(leaf):
+            raise ValueError(f"{name} is {describe(leaf)} and {excess}.")

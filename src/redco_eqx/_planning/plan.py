@@ -9,6 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import PyTree
@@ -16,6 +17,7 @@ from jaxtyping import PyTree
 from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
+from redco_eqx._birth import trace_arrays
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
@@ -164,7 +166,7 @@ def plan(
         needs.
     - `options`: the values to try for each option of `model`, by name, the best first.
     - `num_microbatches`: one number, or several to try, see `train_step`.
-    - `trainable`: see `init_state`.
+    - `trainable`: see `init_state`; a function gets abstract arrays.
     - `bytes_per_device`: the bytes of a device that a step may use; by default, 95% of its memory.
     - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that comes closest
         is compiled again, with microbatches of one row on a device.
@@ -184,7 +186,7 @@ def plan(
     - `ImportError` if the target's compiler is not installed.
     """
     check_positive("plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device)
-    counts = (num_microbatches,) if isinstance(num_microbatches, int) else tuple(num_microbatches)
+    counts = tuple(num_microbatches) if isinstance(num_microbatches, Sequence) else (num_microbatches,)
     for count in counts:
         check_positive("plan", num_microbatches=count)
     on = find_target(target)
@@ -212,7 +214,8 @@ def plan(
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yield the ways to train a model with these values of its options, which is traced once."""
         key = jax.random.key(0)
-        shapes = model if is_model else eqx.filter_eval_shape(model, key, **values)
+        # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are not trained.
+        shapes = model if is_model else eqx.combine(*trace_arrays(functools.partial(model, **values), key)[1:])
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
@@ -230,7 +233,10 @@ def plan(
             for splits, found in enumerate(analyses(tensor, has_fsdp)):
                 own_options = {**values, "split_activations": bool(splits)} if traced.splits else values
                 explained = explain_by(found, shapes, mesh)
-                placed = jax.tree.map(_placed, shapes, explained.shardings)
+                layout = explained.shardings
+                placed = jax.tree.map(
+                    lambda x, s: x if isinstance(x, np.ndarray) else _placed(x, s), shapes, layout
+                )
                 state = init_state(placed, optimizer, key=key, trainable=trainable)
                 memory, work = memory_of(state, local), found.costs.work
                 share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))

@@ -15,7 +15,7 @@ from redco_eqx._compiled.communication import Communication, communication, peak
 from redco_eqx._planning.memory import Memory, peak_by_message
 from redco_eqx._planning.targets import Target, gib
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.state import TrainState, layout_of
+from redco_eqx._step.state import TrainState
 
 # The meshes and variants of a model that a plan chooses from, and their order.
 
@@ -84,7 +84,7 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
     """Compile the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
-    layout = layout_of(trial.state)
+    layout = trial.state.shardings
     step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
     lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
     found, failure = None, ""

@@ -272,10 +272,7 @@ def analyse(
 
 
 def explain_by(
-    analysis: "Analysis | None",
-    model: PyTree,
-    mesh: Mesh | AbstractMesh,
-    chosen: Chosen = MappingProxyType({}),
+    analysis: "Analysis | None", model: PyTree, mesh: Mesh | AbstractMesh, chosen: Chosen = MappingProxyType({})
 ) -> Explanation:
     """The layout from the analysis of a program, or from the path rules if there is no analysis.
 

@@ -116,8 +116,7 @@ def _check_no_index(model: Any) -> None:
 
 
 def _placement(
-    arrays: dict[str, Any],
-    state_arrays: dict[str, Any],
+    arrays: dict[str, Any], state_arrays: dict[str, Any]
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
     """Return a function that places an array by path (`None`: replicated), and the layout of `arrays`.
 

@@ -17,13 +17,7 @@ from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
-from redco_eqx._sharding.mesh import (
-    ShardingWarning,
-    axis_size,
-    misfit,
-    num_batch_shards,
-    tensor_dim,
-)
+from redco_eqx._sharding.mesh import ShardingWarning, axis_size, misfit, num_batch_shards, tensor_dim
 from redco_eqx._step.gather import gather_where_used, is_split
 from redco_eqx._step.mends import for_partitioner, lay
 from redco_eqx._step.state import TrainState, is_pair

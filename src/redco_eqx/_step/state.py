@@ -164,6 +164,19 @@ class TrainState(eqx.Module):
         """The model, or the pair `(model, eqx.nn.State)` if `init_state` took a pair."""
         return self.build(self.params, self.model_state)
 
+    @property
+    def shardings(self) -> dict[str, NamedSharding] | None:
+        """The layout of the model's arrays by path, for `shardings=`; `None` if a trained array is not on a
+        mesh."""
+        layout = {}
+        for path, x in {**self.params, **self.frozen}.items():
+            if isinstance(x.sharding, NamedSharding):
+                mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
+                layout[path] = NamedSharding(mesh, as_stored(spec, path in self.stored, mesh))
+            elif path in self.params:
+                return None
+        return layout
+
     def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
         """Build the model with these arrays instead of those in the state."""
         structure, state_structure = self.structure
@@ -190,18 +203,6 @@ def order_key(state: TrainState, begin: int) -> Key:
 def step_of(state: TrainState) -> int:
     """`state.step` as a Python int."""
     return int(state.step)
-
-
-def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
-    """Return the shardings of the model's arrays by path, or `None` if some trained array is not on a mesh."""
-    layout = {}
-    for path, x in {**state.params, **state.frozen}.items():
-        if isinstance(x.sharding, NamedSharding):
-            mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
-            layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))
-        elif path in state.params:
-            return None
-    return layout
 
 
 def state_mesh(state: TrainState) -> Mesh:

@@ -107,7 +107,7 @@ def train_step(
     `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
 
     ```python
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
     state, metrics = rx.jit_step(step)(state, batch)
     print(float(metrics["loss"]))
     ```
@@ -122,8 +122,9 @@ def train_step(
         search) and `grad_fn` (the gradient of the loss, for `optax.contrib.sam`).
     - `num_microbatches`: the number of parts that the batch is divided into. Their weighted gradients are
         accumulated in float32, so the result is that of the whole batch. The number must divide the batch.
-    - `shardings`: the tree of `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`. Parameters,
-        gradients, optimizer state and new parameters are constrained to it. Without it, the compiler decides.
+    - `shardings`: `state.shardings`, the layout that the state has; or the tree of `shard_rules`, for the model
+        or for the pair `(model, eqx.nn.State)`, to which the step then moves the arrays. Parameters, gradients,
+        optimizer state and new parameters are constrained to it. Without it, the compiler decides.
     - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`: gathered weights are split
         again after use, and gathered again for the gradient. `False`: they are kept until the gradient is done,
         also by checkpoints, and the loss does not become one; this sends a quarter less, and takes more memory
@@ -359,7 +360,8 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
     convolutions too large if the batch is split over only some of the mesh axes.)
 
     ```python
-    step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
+    train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    step = rx.jit_step(train_step)
     state, metrics = step(state, batch)       # the state that was given is used up
     ```
 

@@ -27,7 +27,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     `NonFiniteError`.
 
     ```python
-    train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
     step = rx.jit_step(rx.skip_nonfinite(train_step))
     state, metrics = step(state, batch)
     print(float(metrics["skipped"]))

@@ -124,7 +124,8 @@ class Change:
     - `stop`: true to end the run here. As at its last step, the run then ends with an evaluation (if it has
         any) and a save.
     - `state`: the state to continue with. It must have the structure, shapes, dtypes, `key` and `step` of the
-        state that the hook received. `fit` gives it the same layout.
+        state that the hook received. `fit` gives it the same layout. After an evaluation, the checkpoint has
+        this state, with the metrics of the state before it.
     """
 
     stop: bool = False
@@ -155,7 +156,7 @@ def apply_hook(
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """
-    change = hook(run, row, state)
+    change = hook(run, row, jax.tree.map(lambda x: x, state))  # in dicts of its own
     change = Change() if change is None else change
     if not isinstance(change, Change):
         raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")

@@ -35,7 +35,7 @@ from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, check_is_state, code_of, layout_of, state_mesh, step_of
+from redco_eqx._step.state import TrainState, check_is_state, code_of, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
 
@@ -145,7 +145,7 @@ def _outputs(
     check_examples(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
     check_whole(where, batch_size=batch_size)
-    step = functools.partial(step, shardings=layout_of(state), **function)
+    step = functools.partial(step, shardings=state.shardings, **function)
 
     def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
         return step(state, batch, index=index)
@@ -348,8 +348,8 @@ def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) 
 
 def _json(x: Any) -> str:
     try:
-        return json.dumps(x, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object in itself
+        return json.dumps(x, ensure_ascii=False, default=_plain, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):  # NaN, keys that are not strings, an object in itself
         return json.dumps(repr(x), ensure_ascii=False)
 
 

@@ -23,7 +23,7 @@ from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, code_of, first_change, layout_of, state_mesh, step_of
+from redco_eqx._step.state import TrainState, code_of, first_change, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
@@ -66,7 +66,7 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
 
     Raises `ValueError` as `guarded` does, and the errors of the user's functions.
     """
-    step = jax.jit(guarded(functools.partial(train_step, **options, shardings=layout_of(state))))
+    step = jax.jit(guarded(functools.partial(train_step, **options, shardings=state.shardings)))
     everywhere = replicated(state_mesh(state))
     # `jit` keeps this trace, and the trace of the body uses it: its arguments are of the same types.
     trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))

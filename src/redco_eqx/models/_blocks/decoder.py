@@ -18,6 +18,7 @@ from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Bias, Cache, Context, Hidden, Ids, Memory
 from redco_eqx.models._blocks.dropout import split_key
 from redco_eqx.models._blocks.layers import Embedding, Linear, TiedHead
+from redco_eqx.models._blocks.lora import LoRA
 from redco_eqx.models._blocks.model import Model, Options, count_layers, make_context, run_layers
 
 M = TypeVar("M", bound=Model)
@@ -77,11 +78,12 @@ def is_vocabulary(model: Model, module: str) -> bool:
 
 
 def only_tokens(
-    head: Linear | Float[Array, "rows size"], num_tokens: int, cap: float | None
+    head: Linear | LoRA | Float[Array, "rows size"], num_tokens: int, cap: float | None
 ) -> Linear | TiedHead | Float[Array, "rows size"]:
     """Return a head, or the table that is one, with capped logits, and with logits of minus infinity beyond the
     number of tokens.
     """
+    head = head.merge() if isinstance(head, LoRA) else head
     weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
     num_rows = weight.shape[0]
     if num_rows == num_tokens and cap is None:

@@ -1,6 +1,7 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained instead of these."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -36,6 +37,11 @@ class LoRA(eqx.Module):
     lora_b: Float[Array, "*layers out rank"]
     scale: float = eqx.field(static=True)
 
+    @property
+    def out_features(self) -> int:
+        """The size of the output, as that of the projection."""
+        return self.base.out_features
+
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Apply the projection to the last dim."""
         low = jnp.einsum("...i,ri->...r", x, self.lora_a)
@@ -65,10 +71,12 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
 
     **Returns:** The model with the branches added. Its other leaves are the same arrays as before.
 
-    **Raises:** `ValueError` if `rank` is not positive or a name matches no projection.
+    **Raises:** `ValueError` if `rank` or `scale` is not positive, or a name matches no projection.
     """
     if rank < 1:
         raise ValueError(f"add_lora: rank={rank}, but it must be positive.")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"add_lora: scale={scale}, but it must be positive and finite.")
     numbers = itertools.count()
 
     def branch(path: str, base: Linear) -> LoRA:
@@ -76,7 +84,7 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
         dtype = base.weight.dtype
         own = jax.random.fold_in(key, next(numbers))
         first = jax.random.normal(own, (*stack, rank, num_in), dtype) / num_in**0.5
-        return LoRA(base, first, jnp.zeros((*stack, num_out, rank), dtype), scale)
+        return LoRA(base, first, jnp.zeros((*stack, num_out, rank), dtype), float(scale))
 
     return beside(model, targets, branch)
 

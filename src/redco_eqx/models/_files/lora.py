@@ -105,14 +105,14 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    directory = Path(directory).expanduser()
+    directory, text = Path(directory).expanduser(), json.dumps(config, indent=2) + "\n"
 
     def write(fetched: Iterator[np.ndarray]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         weights = directory / WEIGHTS
         write_file(part(weights), [piece.record for piece in pieces], fetched, {"format": "pt"})
         os.replace(part(weights), weights)
-        write_beside(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_beside(directory / CONFIG, text)
 
     write_together("save_lora", directory, pieces, arrays, write)
 

@@ -146,7 +146,9 @@ def save_pretrained(
             weight_map = {record.key: file.name for record, file in written}
             num_bytes = sum(record.num_bytes for record, _ in written)
             commit(directory, config.weights, files, tag, weight_map, num_bytes)
-            if config.generation != "{}":
+            if config.generation == "{}":
+                (directory / GENERATION).unlink(missing_ok=True)  # of the model that was here before
+            else:
                 generation = json.dumps(json.loads(config.generation), indent=2)
                 write_beside(directory / GENERATION, generation + "\n")
             if card is not None:
