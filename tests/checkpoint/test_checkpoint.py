@@ -21,6 +21,7 @@ from fit_helpers import assert_same, bits, counting_step, full_disk, printed, ra
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
 from redco_eqx._checkpoint.arrays import digests, to_names
+from redco_eqx._checkpoint.restore import rename
 
 ADAM = optax.adamw(1e-2)
 
@@ -234,6 +235,8 @@ def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
     swapped = rx.restore(directory, plain, only="model", **aside)
     assert_same(swapped.frozen["down.bias"], state.frozen["down.bias"])
     assert_same(swapped.params["up.weight"], plain.params["up.weight"])
+    names = ("model/a", "model/sub.a", "optimizer/0.mu.a", "optimizer/0.mu.sub.a")
+    assert rename(names, {"a": "c"}) == {x: x if "sub" in x else f"{x[:-1]}c" for x in names}
     with pytest.raises(ValueError, match=r"`renamed` has up\.wait, but no path"):
         rx.restore(directory, like, renamed={"up.wait": "base.up.weight"})
     with pytest.raises(ValueError, match=r"two arrays of the checkpoint the name model/down\.bias"):

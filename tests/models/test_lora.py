@@ -102,6 +102,9 @@ def test_projections_are_meant_by_name_or_path():
     with pytest.raises(ValueError, match=r"no projections named \['c_attn'\], only down_proj, .*v_proj"):
         add(targets=("q_proj", "c_attn"), rank=4)
     raised(ValueError, add, targets=("q_proj",), rank=0, match="rank=0, but it must be positive")
+    for family, name in (("opt_125m", "q_proj"), ("llama", "lm_head")):
+        noisy = with_noise(models.add_lora(make(family), targets=[name], rank=2, scale=2.0, key=KEY))
+        np.testing.assert_allclose(logits_of(noisy), logits_of(models.merge_lora(noisy)), atol=1e-5)
 
 
 # Files

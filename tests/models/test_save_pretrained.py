@@ -264,6 +264,8 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     assert (new / "LICENSE").read_text() == "another"
     assert json.loads((new / "generation_config.json").read_text()) == generation
     assert load_pretrained(new).config == model.config  # wherever they come from
+    save_pretrained(load_pretrained(write(tmp_path / "plain", "gpt2", make_arrays("gpt2"))), new)
+    assert not (new / "generation_config.json").exists()  # it was that of another model
     shutil.rmtree(old)
     save_pretrained(state.model, tmp_path / "newer")  # what is gone is not missed
     assert load_pretrained(tmp_path / "newer").config == model.config

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from fit_helpers import scalar_loss as squares
@@ -155,6 +156,12 @@ def test_a_model_with_a_state_is_planned_with_it() -> None:
     make_norm = functools.partial(eqx.nn.make_with_state(eqx.nn.BatchNorm), 16, "batch", mode="batch")
     found = plan(eqx.filter_eval_shape(make_norm), loss_fn=loss_fn, mesh={"data": 8})
     assert found.memory.parameters >= 4 * 16 * 4  # weight, bias, mean and variance
+
+
+def test_numpy_constants_are_not_trained() -> None:
+    model = {"w": jnp.ones((16, 16)), "table": np.ones((64, 64), np.float32)}
+    found = plan(lambda key: model, loss_fn=lambda m, b, k: jnp.mean((b["x"] @ m["w"]) ** 2), mesh={"data": 8})
+    assert found.memory.optimizer_state < found.memory.parameters
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -84,9 +84,7 @@ BAD_LOSSES: list[tuple[Any, str]] = [
     (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
     (lambda m, b, k: (), "a tuple of 0"),
     (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
-    (lambda m, b, k: (ONE, {"loss": ONE}), "'loss' is reserved"),
-    (lambda m, b, k: (ONE, {"grad_norm": ONE}), "'grad_norm' is reserved"),
-    (lambda m, b, k: (ONE, {"learning_rate": ONE}), "'learning_rate' is reserved"),
+    *((lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved") for x in ("loss", "grad_norm", "epoch")),
 ]
 
 

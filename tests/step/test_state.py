@@ -237,6 +237,7 @@ def test_a_model_that_cannot_be_trained_is_refused_by_path(mesh):
         (on_two(first, second), r"a lies on \S+0, but b on \S+1"),
         (deleted, "init_state: b has been deleted"),
         ({"a": jnp.ones(1), "b": np.array(["x"])}, r"b is <U1\[1\].*static field"),
+        ({"a": jnp.ones(1), "b": np.array([2**40])}, r"b has 1099511627776, but JAX stores it as int32"),
         ({"table": np.ones(3), "count": jnp.arange(2)}, "none of the 2 arrays of the model is trainable"),
         ({"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)}, r"two leaves have the path 'a\.b'"),
     ]

@@ -10,6 +10,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.layers import Linear, make_linears
+from redco_eqx.models._blocks.lora import LoRA
 
 
 class HeadsAttention(eqx.Module):
@@ -24,7 +25,7 @@ class HeadsAttention(eqx.Module):
     """The factor on the scores; one over the root of the head size by default."""
 
     @property
-    def projections(self) -> list[Linear]:
+    def projections(self) -> list[Linear | LoRA]:
         """The projections for query, key, value and output."""
         return [getattr(self, name) for name in self.names]
 
