@@ -190,6 +190,7 @@ def bench(session: nox.Session) -> None:
         "collectives",
         "experts",
         "layouts",
+        "activations",
         "plans",
         "generation",
         "checkpoints",
