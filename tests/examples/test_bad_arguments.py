@@ -21,14 +21,12 @@ QUOTED = {
 REFUSED = [
     *((name, x, "/nowhere" if "/nowhere" in x else x) for name, flags in QUOTED.items() for x in flags),
     ("classification_regression.main", f"--task classification {NOWHERE}", "no train as .tsv, .csv, .jsonl"),
-    ("classification_regression.main", "--batch-size 0", "--batch-size 0: it must be at least 1"),
     ("differential_privacy.main", "--batch-size 5000", "1437"),
     ("federated_learning.main", "--clients 1000", "each client has 0 of 1437"),
     ("reinforcement_learning.ppo", "--env Pendulum-v1", "--env Pendulum-v1: its actions are Box"),
     ("reinforcement_learning.ppo", "--env FrozenLake-v1", "--env FrozenLake-v1: its observations are Discrete"),
     ("reinforcement_learning.ddpg", "--env CartPole-v1", "--env CartPole-v1: its actions are Discrete"),
     ("reinforcement_learning.ddpg", "--batch-size 1024", "--batch-size 1024 --epochs 64"),
-    ("reinforcement_learning.ddpg", "--checkpoints somewhere", "--checkpoints"),
     ("text_to_image.main", f"--model /nowhere {NOWHERE}", "--data /nowhere: it contains no picture"),
     ("text_to_text.main", NOWHERE, "--data /nowhere: there is no train as .parquet, .jsonl, .csv in it"),
 ]

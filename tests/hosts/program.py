@@ -9,6 +9,7 @@ Each process touches `OUT/ready.<process>` when it is in the middle of its work.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -142,8 +143,9 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     def hook(run, row, state):
         if run.step == FAULT_AT:
             say(out, "ready")
-            if differs == "drift":  # behind the back of `fit`
-                state.params[LAST_BIAS] = 1.5 * state.params[LAST_BIAS]
+            if differs == "drift":  # behind the back of `fit`, whose own state is changed
+                (own,) = [x.state for x in gc.get_objects() if type(x).__name__ == "Training"]
+                own.params[LAST_BIAS] = 1.5 * state.params[LAST_BIAS]
             if fault == "hook":
                 params = {path: x * (1.5 if differs == "hook" else 1.0) for path, x in state.params.items()}
                 return rx.Change(state=dataclasses.replace(state, params=params))
