@@ -305,7 +305,7 @@ def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-    clocked = "time|run|train/(mfu|data_wait_seconds|slowest_.*|.*_per_second)"
+    clocked = "time|run|train/(mfu|data_wait_seconds|slowest_(process|by_seconds)|(examples|tokens)_per_second)"
     return [(step, {k: x for k, x in row.items() if not re.fullmatch(clocked, k)}) for step, row in rows]
 
 

@@ -36,6 +36,7 @@ FORMS: list[tuple[str, tuple[str, ...]]] = [
     ("mesh['a'=4,'b'=1,'c'=2] {'a'}", ("data", "fsdp")),
     ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")),
     ("mesh['a'=8] {'a':(1)2}", ("data",)),
+    ("mesh['a'=8] {'a':(2)2}", ("fsdp",)),
     ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("data", "tensor")),
     ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
     ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ("fsdp",)),

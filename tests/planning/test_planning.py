@@ -159,9 +159,9 @@ def test_a_model_with_a_state_is_planned_with_it() -> None:
 
 
 def test_numpy_constants_are_not_trained() -> None:
-    model = {"w": jnp.ones((16, 16)), "table": np.ones((64, 64), np.float32)}
+    model = {"w": jnp.ones((16, 16)), "table": np.ones((64, 64))}
     found = plan(lambda key: model, loss_fn=lambda m, b, k: jnp.mean((b["x"] @ m["w"]) ** 2), mesh={"data": 8})
-    assert found.memory.optimizer_state < found.memory.parameters
+    assert found.memory.optimizer_state < found.memory.parameters < 5 * 64 * 64  # in float32
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

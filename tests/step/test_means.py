@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redco_eqx as rx
+from redco_eqx._base.protocols import RESERVED_METRICS
 
 SGD = optax.sgd(1.0)
 
@@ -84,7 +85,7 @@ BAD_LOSSES: list[tuple[Any, str]] = [
     (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
     (lambda m, b, k: (), "a tuple of 0"),
     (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
-    *((lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved") for x in ("loss", "grad_norm", "epoch")),
+    *((lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved") for x in RESERVED_METRICS),
 ]
 
 

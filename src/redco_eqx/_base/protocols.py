@@ -88,8 +88,8 @@ Metrics: TypeAlias = dict[str, Mean]
 # The first words of the docstrings of functions that `jax.value_and_grad` and `jax.grad` make.
 _OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
 
-RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "epoch", "examples_per_second", "tokens_per_second")
-RESERVED_METRICS += ("mfu", "data_wait_seconds", "slowest_process", "slowest_by_seconds")
+RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "epoch", "mfu", "examples_per_second")
+RESERVED_METRICS += ("tokens_per_second", "data_wait_seconds", "slowest_process", "slowest_by_seconds")
 
 
 CollateFn: TypeAlias = Callable[[Sequence[PyTree]], Batch]

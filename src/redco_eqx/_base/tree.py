@@ -91,13 +91,13 @@ def lack_of_value(x: object) -> str | None:
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         return "has been deleted. It was donated, perhaps as part of an earlier state"
-    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
-        return f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a static field"
-    return excess_of(x) if isinstance(x, np.ndarray) else None
+    return None
 
 
 def excess_of(x: Any) -> str | None:
-    """Say which 64-bit number of an array does not fit into JAX's 32 bits (`has ..., but ...`); else `None`."""
+    """Say why JAX cannot store an array of NumPy: its dtype, or a number beyond 32 bits; else `None`."""
+    if x.dtype.kind in "OSUMm":
+        return f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a static field"
     dtype: Any = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype == x.dtype or not x.size:
         return None

@@ -231,7 +231,6 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
         ends = [".".join(parts[i:]) for i in range(len(parts) if room == "optimizer" else 1)]
         end = next((x for x in ends if x in leaves), "")  # the longest one
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")
-    twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(renamed.values()).items() if count > 1]:
         raise ValueError(f"restore: `renamed` gives two arrays of the checkpoint the name {twice[0]}.")
     return renamed

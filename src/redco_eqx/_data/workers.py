@@ -18,7 +18,7 @@ def noting(note: str) -> Iterator[None]:
     try:
         yield
     except StopIteration:  # a generator would end with it
-        raise RuntimeError(f"StopIteration was raised. {note}") from None
+        raise RuntimeError(f"StopIteration was raised. {note}")  # noqa: B904 (`from` would raise it again)
     except Exception as error:
         error.add_note(note)
         raise

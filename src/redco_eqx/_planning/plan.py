@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -186,7 +186,7 @@ def plan(
     - `ImportError` if the target's compiler is not installed.
     """
     check_positive("plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device)
-    counts = tuple(num_microbatches) if isinstance(num_microbatches, Sequence) else (num_microbatches,)
+    counts = tuple(num_microbatches) if isinstance(num_microbatches, Iterable) else (num_microbatches,)
     for count in counts:
         check_positive("plan", num_microbatches=count)
     on = find_target(target)
@@ -233,10 +233,7 @@ def plan(
             for splits, found in enumerate(analyses(tensor, has_fsdp)):
                 own_options = {**values, "split_activations": bool(splits)} if traced.splits else values
                 explained = explain_by(found, shapes, mesh)
-                layout = explained.shardings
-                placed = jax.tree.map(
-                    lambda x, s: x if isinstance(x, np.ndarray) else _placed(x, s), shapes, layout
-                )
+                placed = jax.tree.map(_of_model, shapes, explained.shardings)
                 state = init_state(placed, optimizer, key=key, trainable=trainable)
                 memory, work = memory_of(state, local), found.costs.work
                 share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
@@ -268,3 +265,9 @@ def plan(
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
+
+
+def _of_model(x: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """As `_placed`, but an array of NumPy is a constant, as wide as JAX stores it."""
+    is_constant = isinstance(x, np.ndarray)
+    return np.asarray(x, jax.numpy.result_type(x)) if is_constant else _placed(x, sharding)

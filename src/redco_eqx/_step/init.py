@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding
 from redco_eqx._base.protocols import Key, as_key
 from redco_eqx._base.tree import (
     buffer_paths,
+    excess_of,
     is_array,
     is_key,
     is_trainable,
@@ -165,7 +167,7 @@ def _described(mesh: Any) -> str:
 def _check_buffers(arrays: dict[str, Any]) -> None:
     own = {path: x for path, x in arrays.items() if isinstance(x, jax.Array)}
     for path, x in arrays.items():
-        if lack := lack_of_value(x):
+        if lack := excess_of(x) if isinstance(x, np.ndarray | np.generic) else lack_of_value(x):
             raise ValueError(f"init_state: {path} {lack}.")
     check_apart("init_state", [(buffer, path) for path, x in own.items() for buffer in _buffers(x)])
 

@@ -167,7 +167,7 @@ class TrainState(eqx.Module):
     @property
     def shardings(self) -> dict[str, NamedSharding] | None:
         """The layout of the model's arrays by path, for `shardings=`; `None` if a trained array is not on a
-        mesh."""
+        mesh. Read it outside of `jit` and `vmap`, where arrays have a layout."""
         layout = {}
         for path, x in {**self.params, **self.frozen}.items():
             if isinstance(x.sharding, NamedSharding):

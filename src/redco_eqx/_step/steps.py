@@ -61,8 +61,7 @@ def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metr
         what = describe(metrics) if is_array(metrics) else type(metrics).__name__
         what += f" of {list(metrics)}" if what == "dict" else ""
         raise ValueError(f"loss_fn must return {expected}, with metrics a dict of names, not {what}. {hint}")
-    reserved = [name for name in metrics if name in RESERVED_METRICS]
-    if reserved:
+    if reserved := [name for name in metrics if name in RESERVED_METRICS]:
         raise ValueError(f"loss_fn: the metric name {reserved[0]!r} is reserved. Choose another.")
     loss = as_mean(parts[0], weight, "the loss")
     metrics = {name: as_mean(x, weight, f"the metric {name!r}") for name, x in metrics.items()}

@@ -348,8 +348,8 @@ def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) 
 
 def _json(x: Any) -> str:
     try:
-        return json.dumps(x, ensure_ascii=False, default=_plain, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):  # NaN, keys that are not strings, an object in itself
+        return json.dumps(x, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object in itself
         return json.dumps(repr(x), ensure_ascii=False)
 
 

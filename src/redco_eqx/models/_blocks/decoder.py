@@ -83,7 +83,7 @@ def only_tokens(
     """Return a head, or the table that is one, with capped logits, and with logits of minus infinity beyond the
     number of tokens.
     """
-    head = head.merge() if isinstance(head, LoRA) else head
+    head = head.merge(wide=True) if isinstance(head, LoRA) else head
     weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
     num_rows = weight.shape[0]
     if num_rows == num_tokens and cap is None:

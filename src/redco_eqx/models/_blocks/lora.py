@@ -48,10 +48,12 @@ class LoRA(eqx.Module):
         output = self.base(x)
         return (output + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)).astype(output.dtype)
 
-    def merge(self) -> Linear:
-        """Return the projection alone, with the branch added to its weight."""
+    def merge(self, *, wide: bool = False) -> Linear:
+        """Return the projection alone, with the branch added to its weight; in the wider of the dtypes if
+        `wide`."""
         weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
-        return eqx.tree_at(lambda base: base.weight, self.base, weight.astype(self.base.weight.dtype))
+        weight = weight if wide else weight.astype(self.base.weight.dtype)
+        return eqx.tree_at(lambda base: base.weight, self.base, weight)
 
 
 def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key) -> M:

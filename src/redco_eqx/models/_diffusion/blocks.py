@@ -167,12 +167,12 @@ class SpatialTransformer(eqx.Module):
 
     def __call__(self, x: Float[Array, "b c h w"], given: "Given") -> Float[Array, "b c h w"]:
         y = self.norm(x)
-        y = self.proj_in(to_tokens(y)) if isinstance(self.proj_in, Linear) else to_tokens(self.proj_in(y))
+        y = to_tokens(self.proj_in(y)) if isinstance(self.proj_in, Conv) else self.proj_in(to_tokens(y))
         for block in self.transformer_blocks:
             y = block(y, given)
-        if isinstance(self.proj_out, Linear):
-            return x + to_image(self.proj_out(y), x)
-        return x + self.proj_out(to_image(y, x))
+        if isinstance(self.proj_out, Conv):
+            return x + self.proj_out(to_image(y, x))
+        return x + to_image(self.proj_out(y), x)
 
 
 AnyAttention: TypeAlias = SpatialTransformer | PixelAttention
