@@ -104,7 +104,8 @@ def test_projections_are_meant_by_name_or_path():
     raised(ValueError, add, targets=("q_proj",), rank=0, match="rank=0, but it must be positive")
     for family, name in (("opt_125m", "q_proj"), ("llama", "lm_head")):
         noisy = with_noise(models.add_lora(make(family), targets=[name], rank=2, scale=2.0, key=KEY))
-        np.testing.assert_allclose(logits_of(noisy), logits_of(models.merge_lora(noisy)), atol=1e-5)
+        # A merged weight is rounded once more, by 1e-7 of a logit; the branches change logits by 1e-3 or more.
+        np.testing.assert_allclose(logits_of(noisy), logits_of(models.merge_lora(noisy)), atol=1e-6)
 
 
 # Files
