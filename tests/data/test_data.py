@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import redco_eqx as rx
+from redco_eqx._data import workers
 from redco_eqx._data.order import Permutation, epoch_order
 from redco_eqx._data.placement import batch_sizes
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
@@ -125,7 +126,8 @@ def test_placed_batch_is_the_collated_one(name):
 # Threads
 
 
-def test_prefetch_runs_ahead_and_no_further():
+def test_prefetch_runs_ahead_and_no_further(monkeypatch):
+    monkeypatch.setattr(workers, "CHEAP_SECONDS", 0)
     examples = Counting(80)
     made = batches(examples, collate, prefetch=3)
     time.sleep(0.05)
@@ -138,6 +140,20 @@ def test_prefetch_runs_ahead_and_no_further():
         time.sleep(0.02)
         assert len(examples.read) == 8 * (num_taken + 3)
     made.close()
+    assert no_threads_left()
+
+
+def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch):
+    monkeypatch.setattr(workers, "CHEAP_SECONDS", math.inf)
+    is_here = []
+
+    def remember(examples):
+        is_here.append(threading.current_thread() is threading.main_thread())
+        return collate(examples)
+
+    made = values(batches(range(80), remember, prefetch=2, key=KEY))
+    assert made == values(batches(range(80), collate, prefetch=0, key=KEY))
+    assert is_here == [False] * 3 + [True] * 7
     assert no_threads_left()
 
 

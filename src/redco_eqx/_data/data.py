@@ -32,9 +32,9 @@ class Data:
         from the epoch number to such an object.
     - `shuffle`: true if training reads the examples in a different order in each epoch. Shuffling takes no
         memory and microseconds per example, for any number of examples.
-    - `prefetch`: the number of batches to make and place ahead, in the background. With 0, there is no
-        background thread. This is faster if making a batch takes less time than passing it between threads,
-        about 0.2 ms.
+    - `prefetch`: the number of batches to make and place ahead, in a background thread. After a batch that
+        took less than 0.2 ms, the next one is made without the thread, because passing it on would take longer.
+        With 0, there is no thread.
     - `num_workers`: the number of threads that collate, each a different batch. At least this number of batches
         is made ahead. Order and errors are the same as with one thread. With several threads, `examples` and
         `collate_fn` must allow calls at the same time. Threads speed up work that waits (for a disk or a
