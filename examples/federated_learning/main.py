@@ -111,7 +111,7 @@ def round_by_vmap(
 
 
 def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arguments: Any) -> rx.TrainState:
-    """Run the same round, client by client. `fit` compiles once: it keeps the step from call to call."""
+    """Run the same round, client by client. The step is compiled once: `fit` keeps it from call to call."""
     total = jax.tree.map(jnp.zeros_like, state.params)
     for client, batches in enumerate(rows):
         own = jax.tree.map(jnp.copy, state)  # `fit` takes over the arrays of its state

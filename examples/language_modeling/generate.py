@@ -9,6 +9,7 @@ prints the model's text after each prompt, the number of tokens per second, and 
 file: of its texts, or of the `output` of its objects.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -40,7 +41,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
     return rx.layers.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], weights=answer)
 
 
-def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[list[str], float]:
+def write(state: Any, tokenizer: Any, prompts: list[str], mesh: Any, args: Any) -> tuple[list[str], float]:
     """Return the model's text after each prompt, and the number of tokens per second."""
     tokenizer.truncation_side = "left"  # keep the end of a long prompt
     given = tokenizer(prompts, padding=True, truncation=True, max_length=args.length, return_tensors="np")
@@ -52,11 +53,13 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
             return models.beam_search(model, batch["inputs"], num_beams=args.num_beams, **options).tokens[:, 0]
         return models.generate(model, batch["inputs"], temperature=args.temperature, key=key, **options)
 
-    functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": args.batch_size}
-    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches have the same shape
-    rx.predict(state, examples[: args.batch_size], **functions)  # compiles
+    step = functools.partial(rx.predict_step, predict_fn=predict_fn, shardings=state.shardings)
+    predict = rx.jit_step(step, donate=False)
+    batches = list(rx.batches(examples, collate_fn, batch_size=args.batch_size, mesh=mesh, remainder="pad"))
+    jax.block_until_ready(predict(state, batches[0], index=0))  # compiles
     start = time.perf_counter()
-    written = np.stack(rx.predict(state, examples, **functions))[: len(prompts)]
+    outputs = [predict(state, batch, index=i) for i, batch in enumerate(batches)]
+    written = np.concatenate(outputs)[: len(prompts)]
     speed = np.sum(written != tokenizer.pad_token_id) / (time.perf_counter() - start)
     return tokenizer.batch_decode(written, skip_special_tokens=True), float(speed)
 
@@ -81,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     tokenizer = code_data.load_tokenizer(args.model)
     model = models.load_pretrained(args.model, mesh, dtype=args.dtype, stacked=True)
     state = rx.init_state(model, key=jax.random.key(args.seed))
-    results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, args)))
+    results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, mesh, args)))
     known = [row for row in rows if isinstance(row, str) or "output" in row]
     if examples := code_data.encode(tokenizer, known, args.length):
         functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}

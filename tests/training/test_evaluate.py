@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import redco_eqx as rx
 from redco_eqx._sharding.mesh import num_batch_shards
+from redco_eqx._step import kept
 from redco_eqx._step.state import TRAIN, stream
 from redco_eqx._training.evaluation import NUM_AHEAD
 
@@ -205,9 +206,10 @@ def test_rows_of_evaluations_and_when_they_are_made() -> None:
 
 
 def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once() -> None:
-    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=lambda *x: tiny.predict_fn(*x))
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=tiny.predict_fn)
+    kept._programs.clear()
     with compilations() as compiled:
-        found = tiny.fit(loss_fn=lambda *x: tiny.scalar_loss(*x), num_epochs=3, evaluation=evaluation)
+        found = tiny.fit(loss_fn=tiny.scalar_loss, num_epochs=3, evaluation=evaluation)
     assert (compiled.count(tiny.STEP), compiled.count(tiny.BODY)) == (2, 1)
     assert_same(found, tiny.state_after(15, loss_fn=tiny.scalar_loss))
 

@@ -180,14 +180,6 @@ def program_digest(closed: ClosedJaxpr) -> str:
     return text.hexdigest()[:16]
 
 
-def lowered_digest(lowered: jax.stages.Lowered) -> str:
-    """A digest of a program before compilation, to compare it between processes; empty if there is only one."""
-    if jax.process_count() == 1:
-        return ""
-    # Remove addresses in memory, which differ between processes.
-    return hashlib.sha256(re.sub(r"\b\d{12,}\b", "", lowered.as_text()).encode()).hexdigest()[:16]
-
-
 # Replacing operations.
 
 

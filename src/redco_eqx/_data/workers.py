@@ -32,8 +32,8 @@ def noting(note: str) -> Iterator[None]:
 def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
     """Yield `make(job)` for each job in order. Threads make the results ahead, as the options say.
 
-    One thread reads the jobs. With `Data` and without workers, no thread makes the results that follow one which
-    took less than `CHEAP_SECONDS`. (A stream may depend on the thread that reads it.)
+    One thread reads the jobs. With `Data` and without workers, a result that follows one which took less than
+    `CHEAP_SECONDS` is made without the thread. (A stream may depend on the thread that reads it.)
     """
     num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
     if num_ahead == 0:

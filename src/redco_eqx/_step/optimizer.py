@@ -8,12 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from redco_eqx._base.tree import children, describe, is_array, join
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx._step.kept import captured_by, kept, signature
+from redco_eqx._step.kept import compile_once
 from redco_eqx._step.state import TrainState
 
 
@@ -80,11 +81,12 @@ def init_optimizer(
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
-    # The optimizer may also be part of a trace (of a gradient with respect to its learning rate, for example).
-    if captured_by((optimizer, params)) is None:
+    trace = jitted.trace(params)
+    # The parameters may belong to another trace, or a number of the optimizer (for a gradient with respect to
+    # the learning rate, for example), which is then one more input of the program.
+    if any(isinstance(x, Tracer) for x in params.values()) or len(trace.jaxpr.in_avals) > len(params):
         return jitted(params)
-    key = "init_optimizer", signature(params)
-    return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
+    return compile_once(trace.lower(), params).program(params)
 
 
 def update(

@@ -1,7 +1,6 @@
 """`TrainState`: all arrays of a run, in a flat form, by name."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,17 +22,14 @@ from redco_eqx._base.tree import (
     size_text,
 )
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
-from redco_eqx._step.kept import definition
-
-# Structures: everything in a tree except its arrays, as one hashable value that is compared by definition.
-#
-# Two models that are built in the same way have equal structures, so you can map over their states together,
-# and they share one compiled step. The equality of plain PyTree definitions does not allow that: it compares
-# functions by identity, and treats `1`, `1.0` and `True` as the same.
 
 
 class Structure:
-    """A tree without its arrays: `Structure(tree).build(to_arrays(tree))` is `tree`."""
+    """A tree without its arrays, as one hashable value: `Structure(tree).build(to_arrays(tree))` is `tree`.
+
+    Two structures are equal if all their values are equal as Python compares them (functions by identity), and
+    are also written alike: `1`, `1.0` and `True` differ.
+    """
 
     def __init__(self, tree: PyTree):
         pairs = leaves_with_paths(tree)
@@ -46,33 +42,21 @@ class Structure:
         leaves = [leaf if path is None else arrays[path] for path, leaf in zip(self._paths, self._leaves)]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    @functools.cached_property
-    def _compared(self) -> tuple[int, Any, list[Any]]:
-        content, objects = definition((self._paths, self._treedef, self._leaves))
-        return hash(content), content, objects  # keeps the objects alive, as the key requires
-
-    @functools.cached_property
-    def code(self) -> tuple[Any, ...]:
-        """One of each kind of node and leaf, with the classes and functions that a program of the tree runs."""
-        parts, nodes = list(self._leaves), [self._treedef]
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children()
-            parts.append(node.node_data())
-        return tuple({definition(part)[0]: part for part in parts}.values())
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The rest is valid only in this process.
-        return {name: vars(self)[name] for name in ("_treedef", "_paths", "_leaves")}
+    def __reduce__(self) -> Any:
+        # Pickle a tree: a pickled definition of an Equinox tree does not equal the original.
+        place = jax.ShapeDtypeStruct((), bool)
+        return Structure, (self.build({path: place for path in self._paths if path is not None}),)
 
     def __hash__(self) -> int:
-        return self._compared[0]
+        return hash(self._paths)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Structure) and self._compared[:2] == other._compared[:2]:
-            vars(self)["_compared"] = other._compared  # `jit` compares at each call: from now on by identity
+        if self is other:  # nearly always, when `jit` compares the arguments of a call with earlier ones
             return True
-        return False
+        if not isinstance(other, Structure):
+            return False
+        ours, theirs = ((x._paths, x._treedef, x._leaves) for x in (self, other))
+        return ours == theirs and repr(ours) == repr(theirs)
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"
@@ -188,11 +172,6 @@ def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = 
     """The key of a stream of random numbers at this step; with `index`, the key of one batch in the stream."""
     key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
-
-
-def code_of(state: TrainState) -> tuple[Any, ...]:
-    """The classes and functions of the model, whose current code [`kept`][] compares."""
-    return tuple(part for structure in state.structure if structure for part in structure.code)
 
 
 def order_key(state: TrainState, begin: int) -> Key:

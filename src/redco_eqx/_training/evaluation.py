@@ -16,7 +16,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.jaxprs import lowered_digest
 from redco_eqx._base.protocols import (
     Batch,
     CollateFn,
@@ -34,10 +33,12 @@ from redco_eqx._data.data import Data, Stream, as_data, check_examples
 from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, check_is_state, code_of, state_mesh, step_of
+from redco_eqx._step.kept import compile_once, signature
+from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
+
+Programs: TypeAlias = dict[Hashable, jax.stages.Compiled]
 
 NUM_AHEAD = 4
 """The maximum number of unfinished steps. Waiting batches take memory, and the CPU client can deadlock when
@@ -57,8 +58,8 @@ def evaluate(
     """Compute the loss and metrics over all examples, as exact weighted means, for any batch size and mesh.
 
     The model is in inference mode. If `loss_fn` returns a scalar, its weight is the number of examples in the
-    batch; a [`Mean`][] has its own weight. The compiled program is kept for the next call with the same
-    `loss_fn`.
+    batch; a [`Mean`][] has its own weight. The compiled program is kept for later calls with the same
+    program, unless it calls back into Python.
 
     ```python
     row = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
@@ -134,12 +135,14 @@ def _outputs(
     collate_fn: CollateFn,
     batch_size: int,
     watch: Callable[[], object] = lambda: None,
+    programs: Programs | None = None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
     """Yield the result of `step` for each batch, after a few more batches have been dispatched.
 
     `function` is the user's function that `step` takes, by name. `watch` is called before each batch, and at
-    the end. If it raises an error, the generator ends.
+    the end. If it raises an error, the generator ends. Compiled programs are added to `programs`, and those
+    that are there already are not traced again.
     """
     check_is_state(state, f"{where}: state")
     check_examples(f"{where}: examples", examples)
@@ -150,8 +153,8 @@ def _outputs(
     def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
         return step(state, batch, index=index)
 
-    programs: dict[Hashable, jax.stages.Compiled] = {}
-    mesh, code, data = state_mesh(state), (*function.values(), *code_of(state)), as_data(examples)
+    programs = {} if programs is None else programs
+    mesh, data = state_mesh(state), as_data(examples)
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
@@ -160,15 +163,12 @@ def _outputs(
             compare_examples(where, mesh, data.sequence)
 
     def program_for(batch: Batch) -> jax.stages.Compiled:
-        def compiled() -> tuple[jax.stages.Compiled, str]:
-            lowered = jax.jit(inference).lower(state, batch, np.int32(0))
-            return lowered.compile(), lowered_digest(lowered)
-
-        shapes = signature(batch)
-        if shapes not in programs:
-            programs[shapes], digest = kept(code, (where, signature(state), shapes), compiled)
+        inputs = state, batch, np.int32(0)
+        key = where, signature(inputs)
+        if key not in programs:
+            programs[key], digest = compile_once(jax.jit(inference).lower(*inputs), inputs)
             agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
-        return programs[shapes]
+        return programs[key]
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
@@ -287,10 +287,17 @@ class Evaluation:
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
-    def __call__(self, state: TrainState, *, watch: Callable[[], object] = lambda: None) -> dict[str, float]:
+    def __call__(
+        self,
+        state: TrainState,
+        *,
+        watch: Callable[[], object] = lambda: None,
+        programs: Programs | None = None,
+    ) -> dict[str, float]:
         """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the predictions to their file.
 
-        `watch` is called before each batch, and at the end. If it raises an error, the evaluation ends.
+        `watch` is called before each batch, and at the end. If it raises an error, the evaluation ends. `fit`
+        passes the same `programs` to each evaluation of a run, so that it traces the functions only once.
 
         Raises `ValueError` for a value that is missing or cannot be used, and any error that the functions
         raise.
@@ -300,7 +307,7 @@ class Evaluation:
         check_is_state(state, "Evaluation: state")
         step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
         check_is_state(state, "Evaluation: what state_fn returns")
-        common: Any = self.collate_fn, self.batch_size, watch
+        common: Any = self.collate_fn, self.batch_size, watch, programs
         metrics = _means(_outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn))
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:

@@ -61,8 +61,9 @@ def fit(
 
     `fit` reads the mesh and the layout from the arrays of `state`. Each call starts new epochs. The order of
     their examples depends on the key of `state` and on the step at which the call begins. At the end of an
-    epoch, training drops the examples that do not fill a batch (different ones each time). The compiled step is
-    kept: the next call with the same functions, the same captured values and the same shapes compiles nothing.
+    epoch, training drops the examples that do not fill a batch (different ones each time). Each call traces the
+    functions once. If their program is that of an earlier call, nothing is compiled again, unless the program
+    calls back into Python.
 
     ```python
     state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from redco_eqx._base.jaxprs import lowered_digest
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
@@ -22,8 +21,8 @@ from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, code_of, first_change, state_mesh, step_of
+from redco_eqx._step.kept import compile_once, signature
+from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
@@ -35,7 +34,7 @@ from redco_eqx._step.window import (
     window_to_json,
 )
 from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan, apply_hook, due, interruption
-from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation
+from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
 from redco_eqx._training.loggers import History, Reporter
 
 if TYPE_CHECKING:  # imported where it is used, because few runs need it
@@ -49,7 +48,7 @@ class TrainProgram(NamedTuple):
 
     - `compiled`: `(state, window, batch) -> (state, window)`. It reuses the memory of the state.
     - `window`: an empty window, on the devices.
-    - `digest`: that of `lowered_digest`.
+    - `digest`: that of [`compile_once`][], to compare it between processes.
     - `peak_seconds`: the time that its products would take at the peak speed of the devices; 0 if that is not
         known.
     """
@@ -73,9 +72,9 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(trace.out_info[1]))
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout)
-    lowered = body.lower(state, window, batch)
+    program, digest = compile_once(body.lower(state, window, batch), (state, window, batch))
     seconds = peak_seconds(trace.jaxpr, state_mesh(state).devices)
-    return TrainProgram(lowered.compile(), window, lowered_digest(lowered), seconds)
+    return TrainProgram(program, window, digest, seconds)
 
 
 def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
@@ -148,6 +147,7 @@ class Training:
     def __post_init__(self) -> None:
         self._mesh = state_mesh(self.state)
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
+        self._evaluated: Programs = {}
         self._program: TrainProgram | None = None  # not before the first step
         self._ahead: deque[_Step] = deque()
         self._window: Window | None = None  # while it is empty
@@ -245,9 +245,7 @@ class Training:
                 stacklevel=2,
             )
             self._first = None
-        key = "train_step", self.num_microbatches, signature(self.state), shapes
-        make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
-        program = kept((*functions.values(), *code_of(self.state)), key, lambda: make(self.state, batch))
+        program = train_program(self.state, batch, **functions, num_microbatches=self.num_microbatches)
         facts = {f"the checksum of what {name} computes": self.run.identity.get(name, "") for name in functions}
         agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
         self._programs[shapes] = program
@@ -326,7 +324,7 @@ class Training:
 
         try:
             with self.reporter.paused():
-                row = evaluation(self.state, watch=watch)
+                row = evaluation(self.state, watch=watch, programs=self._evaluated)
         except _StoppedError:
             return False
         self.reporter.row(self.run.step, row)
