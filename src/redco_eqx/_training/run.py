@@ -274,14 +274,14 @@ class Training:
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
-        from redco_eqx._step.nonfinite import find_nan, find_nonfinite, find_outside
+        from redco_eqx._step.nonfinite import find_nan, find_nonfinite
 
         bad = [path for path, x in self.state.params.items() if not all_finite({path: x})]
         error = NonFiniteError(self.state, step_of(self.state), parameters=first_few(bad))
         if bad:
             return error
         with contextlib.suppress(Exception):  # an error here would hide the one to explain
-            error.where = find_nan(batch) or find_outside(self.state, batch, loss_fn=self.loss_fn)
+            error.where = find_nan(batch)
         if error.where is None and _is_debugging():
             try:
                 error.where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
