@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from redco_eqx._step.steps import predict_step as predict_step
     from redco_eqx._step.steps import train_step as train_step
     from redco_eqx._step.window import skip_nonfinite as skip_nonfinite
-    from redco_eqx._training.course import Change as Change
     from redco_eqx._training.evaluation import Evaluation as Evaluation
     from redco_eqx._training.evaluation import evaluate as evaluate
     from redco_eqx._training.evaluation import predict as predict

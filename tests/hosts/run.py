@@ -218,7 +218,6 @@ FAULTS = (
     Fault("order", 1, r"train_examples\[3\] is", at_most=15),
     Fault("collate", 1, "collate_fn's weight is", at_most=15),
     Fault("steps", 1, "num_steps=79", at_most=15),
-    Fault("hook", 1, "model/.* should be the same on the devices of all processes", at_most=15),
     Fault("drift", 1, rf"{program.LAST_BIAS} should be the same", at_most=15),
     Fault("directory", 1, "is not the directory that process 0 writes to", at_most=17),
     Fault("shape", 1, r"mask is float32\[rows, 4\] on process 0"),

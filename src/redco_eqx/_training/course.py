@@ -1,4 +1,4 @@
-"""The course of a run: what is due at a step, how a hook changes it, how a signal or a NaN ends it.
+"""The course of a run: what is due at a step, and how a hook, a signal or a NaN ends it.
 
 The state survives either end.
 """
@@ -14,13 +14,12 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._distributed.consensus import from_first
-from redco_eqx._sharding.mesh import put_global
-from redco_eqx._step.state import TrainState, check_is_state, first_change
+from redco_eqx._step.state import TrainState
 from redco_eqx._training.loggers import History
 
 # The things that are due at a step, as a pure function of the plan and the run so far.
@@ -105,93 +104,39 @@ def _is_due(every: int, run: RunRecord) -> bool:
     return run.num_steps > 0 and (run.num_steps % every == 0 if every else run.batch == 0)
 
 
-# The changes that a hook makes.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """A change that a [`Hook`][] makes in a run.
-
-    ```python
-    def patient(run, row, state):
-        losses = [evaluation["eval/loss"] for evaluation in run.evaluations]
-        return rx.Change(stop=len(losses) > 3 and losses[-1] > losses[-4])
-
-    evaluation = rx.Evaluation(held_out)
-    state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
-    ```
-
-    - `stop`: true to end the run here. As at its last step, the run then ends with an evaluation (if it has
-        any) and a save.
-    - `state`: the state to continue with. It must have the structure, shapes, dtypes, `key` and `step` of the
-        state that the hook received. `fit` gives it the same layout. After an evaluation, the checkpoint has
-        this state, with the metrics of the state before it.
-    """
-
-    stop: bool = False
-    state: TrainState | None = None
+# The hook.
 
 
 @runtime_checkable
 class Hook(Protocol):
-    """`(run, row, state) -> None`, or a [`Change`][]: `fit` calls it after each row and each evaluation.
+    """`(run, row, state) -> None`, or `True` to end the run: `fit` calls it after each row and each evaluation.
 
     - `run`: the run so far ([`RunRecord`][]), with all its `evaluations`.
     - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
     - `state`: the state after the last step. The next step deletes its arrays, so copy those that you want to
         keep with `jax.device_get`.
 
-    `fit` calls the hook on every process at the same steps. All processes must change the state in the same
-    way; process 0 decides whether the run stops. A resumed run is exact if the hook depends only on its
-    arguments. Anything that it stores elsewhere is lost when the run ends.
+    A run that its hook ends is whole: as at its last step, it ends with an evaluation (if it has any) and a
+    save. `fit` calls the hook on every process at the same steps, and process 0 decides whether the run ends. A
+    resumed run is exact if the hook depends only on its arguments. Anything that it stores elsewhere is lost
+    when the run ends.
     """
 
-    def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> Change | None: ...
+    def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> bool | None: ...
 
 
-def apply_hook(
-    hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
-) -> tuple[RunRecord, TrainState]:
-    """Call the hook, and return the run and the state as the hook has changed them.
+def apply_hook(hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState) -> RunRecord:
+    """Call the hook, and return the run, which the hook may have ended.
 
-    Raises `TypeError` or `ValueError` for a change that cannot be made.
+    Raises `TypeError` if the hook returns something else than `None` or a bool.
     """
-    change = hook(run, row, jax.tree.map(lambda x: x, state))  # in dicts of its own
-    change = Change() if change is None else change
-    if not isinstance(change, Change):
-        raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")
-    has_state = change.state is not None
-    stop, is_changed = from_first(lambda: [bool(change.stop), has_state])
-    if has_state != is_changed:
-        raise ValueError(
-            f"hook: on process {jax.process_index()} it returned {'a' if has_state else 'no'} state, unlike on "
-            "process 0. All processes must change the state alike."
+    stop = hook(run, row, jax.tree.map(lambda x: x, state))  # in dicts of its own
+    if stop is not None and not isinstance(stop, bool | np.bool_):
+        raise TypeError(
+            f"hook must return None, or True to end the run, but returned a {type(stop).__name__}. It cannot "
+            "change the state."
         )
-    run = dataclasses.replace(run, stopped=run.stopped or stop)
-    return run, state if change.state is None else _changed(state, change.state)
-
-
-def _changed(old: TrainState, new: TrainState) -> TrainState:
-    """Return `new` with the layout of `old`. An array that `new` has in the same place as `old` is kept; any
-    other array is copied."""
-    check_is_state(new, "hook: Change's state")
-    change = first_change(old, new)
-    if change is not None:
-        path, was, became = change
-        raise ValueError(f"hook: it changes the state: {path} was {was} and became {became}.")
-    others = [name for name in ("key", "step") if not bool(jnp.all(getattr(old, name) == getattr(new, name)))]
-    others += ["model"] if jax.tree.structure(old) != jax.tree.structure(new) else []
-    if others:
-        raise ValueError(
-            f"hook: the returned state has another {others[0]}, but a run must keep it. Use "
-            "dataclasses.replace(state, params=...)."
-        )
-
-    def one(before: Any, after: jax.Array) -> jax.Array:
-        # The next step reuses the memory, so an array that is used twice, or elsewhere, must be copied.
-        return before if after is before else jnp.copy(put_global(after, before.sharding))
-
-    return jax.tree.map(one, old, new)
+    return dataclasses.replace(run, stopped=run.stopped or from_first(lambda: bool(stop)))
 
 
 # Ending a run early.

@@ -88,7 +88,7 @@ def fit(
     - `evaluation`: an [`Evaluation`][] on other examples, after each epoch or a given number of steps, and at
         the end. `fit` tries it on one batch before it compiles anything for training.
     - `hook`: a [`Hook`][], called with the run, the row and the state after each row and each evaluation. It
-        may end the run, change the state, or do anything else. Each call waits for the devices.
+        may end the run, or do anything else. Each call waits for the devices.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and which checkpoints to
         keep. If a run that began with `state` has left checkpoints there, that run continues exactly: `fit`
         reads its state, and drops the rows of later steps from `loggers` (with their method `rewind`, if they
