@@ -55,7 +55,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests, on two processes that share compiled programs."""
-    session.install("-e", ".[log]", *group("tests"))
+    session.install("-e", ".", *group("tests"))
     session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
 
 
@@ -113,7 +113,7 @@ def examples(session: nox.Session) -> None:
 @nox.session(python=newest_python())
 def newest(session: nox.Session) -> None:
     """Run the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
-    session.install("-e", ".[log]", *group("tests"), *group("types"))
+    session.install("-e", ".", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
         session.run("pytest", "tests/step", "tests/checkpoint")
     else:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from redco_eqx._training.fit import num_train_steps as num_train_steps
     from redco_eqx._training.loggers import ConsoleLogger as ConsoleLogger
     from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
-    from redco_eqx._training.loggers import TensorBoardLogger as TensorBoardLogger
 
 # The imports above are the only list of the public names. A name is imported when it is first used, so that a
 # program loads only the modules that it needs (https://scientific-python.org/specs/spec-0001).

@@ -10,6 +10,7 @@ from typing import Any
 import fit_helpers as tiny
 import pages
 import pytest
+from helpers import events
 
 import redco_eqx as rx
 
@@ -106,3 +107,14 @@ def test_mlflow() -> None:
 def test_trackio() -> None:
     trackio = crashed_and_continued("trackio", lambda names: names["trackio"].finish())
     assert kinds(trackio.SQLiteStorage.get_logs("bytes", "first")) == ROWS
+
+
+def test_tensorboard() -> None:
+    """Which hides the earlier rows from the step on at which a session starts."""
+    crashed_and_continued("tensorboardX", lambda names: names["logger"].writer.close())
+    rows: list[dict[str, Any]] = []
+    for event in events(pathlib.Path("logs")):
+        if event.HasField("session_log"):
+            rows = [row for row in rows if row["step"] < event.step]
+        rows += [{"step": event.step, value.tag: value.simple_value} for value in event.summary.value]
+    assert kinds(rows) == ROWS

@@ -1,4 +1,4 @@
-"""The rows that `fit` logs, its history, and the loggers: JSON lines, TensorBoard, the terminal."""
+"""The rows that `fit` logs, its history, and the loggers: JSON lines, the terminal."""
 
 import io
 import itertools
@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import re
-import sys
 import types
 from typing import Any
 
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fit_helpers import EXAMPLES, Rows, counted, fit, fit_with_history
-from helpers import events
 
 import redco_eqx as rx
-from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
+from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, progress_bar
 from redco_eqx._training.run import Training, peak_seconds
 
 # Rows
@@ -160,26 +158,17 @@ def test_checkpoints_do_not_grow_by_rows(tmp_path: pathlib.Path) -> None:
 # Loggers
 
 
-def test_all_are_loggers_that_close(tmp_path: pathlib.Path) -> None:
-    for logger in (ConsoleLogger(io.StringIO()), JSONLLogger(tmp_path / "a"), TensorBoardLogger(tmp_path)):
-        assert callable(logger)
-        with logger as entered:
-            assert entered is logger
-        logger.close()
-    assert list(tmp_path.iterdir()) == []  # nothing is written before the first row
-
-
 def test_jsonl_rows(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "runs" / "first" / "log.jsonl"
     numbers = {"nan": math.nan, "up": math.inf, "down": -math.inf, "tiny": 5e-324, "third": 1 / 3}
-    with JSONLLogger(path) as logger:
-        logger(1, {"train/loss": 2.5, "train/examples_per_second": 10.0})
-        assert len(path.read_text().splitlines()) == 1  # there before anything is closed
-        logger(2, {})
+    logger = JSONLLogger(path)
+    assert list(tmp_path.iterdir()) == []  # nothing is written before the first row
+    logger(1, {"train/loss": 2.5, "train/examples_per_second": 10.0})
+    assert len(path.read_text().splitlines()) == 1
+    logger(2, {})
     with path.open("a") as file:
         file.write('{"st')  # a machine that went down
-    with JSONLLogger(str(path)) as logger:
-        logger(3, numbers)
+    JSONLLogger(str(path))(3, numbers)
     *lines, half, last = path.read_text().splitlines()
     assert half == '{"st'
     first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in (*lines, last))
@@ -206,41 +195,8 @@ def test_a_jsonl_log_is_rewound(tmp_path: pathlib.Path) -> None:
         file.write('{"step": 2, "a"')  # a machine that went down
     logger.rewind(3)
     logger(4, {"a": 40.0})
-    logger.close()
     assert tiny.read_log(path) == [*((step, {"a": float(step)}) for step in (1, 2, 3, 3)), (4, {"a": 40.0})]
     assert os.listdir(tmp_path) == ["log.jsonl"]
-
-
-def test_tensorboard_scalars(tmp_path: pathlib.Path) -> None:
-    with TensorBoardLogger(tmp_path / "run") as logger:
-        logger(3, {"train/loss": 2.5, "eval/loss": 1.5})
-        logger(4, {"train/loss": math.nan})
-    scalars = [(e.step, v.tag, v.simple_value) for e in events(tmp_path / "run") for v in e.summary.value]
-    expected = [(3, "train/loss", 2.5), (3, "eval/loss", 1.5), (4, "train/loss", math.nan)]
-    np.testing.assert_equal(scalars, expected)
-
-
-def test_tensorboard_is_told_once_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    logger(5, {"a": 1.0})
-    logger.rewind(3)
-    for step in (4, 8):
-        logger(step, {"a": 2.0})
-        logger.close()
-        assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [4]
-    assert [v.simple_value for e in events(tmp_path) for v in e.summary.value] == [1.0, 2.0, 2.0]
-
-
-def test_tensorboard_loggers_of_one_second_keep_their_files(tmp_path: pathlib.Path) -> None:
-    for step in range(3):
-        with TensorBoardLogger(tmp_path) as logger:
-            logger(step, {"a": 1.0})
-    assert sorted(e.step for e in events(tmp_path) if e.summary.value) == [0, 1, 2]
-
-
-def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    tiny.raised(ImportError, TensorBoardLogger, tmp_path, match=r'pip install "redco_eqx\[log\]"')
 
 
 # Terminal

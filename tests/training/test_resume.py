@@ -87,8 +87,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
         state, examples, arguments = make()
         checkpoints = rx.Checkpoints(tmp_path / name, every_steps=2)
         arguments = {"prefetch": 0, "log_every": 3, "checkpoints": checkpoints, **arguments}
-        with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
-            return tiny.fit_with_history(state, examples, loggers=[logger], collate_fn=collate_fn, **arguments)
+        arguments["loggers"] = [rx.JSONLLogger(tmp_path / f"{name}.jsonl")]
+        return tiny.fit_with_history(state, examples, collate_fn=collate_fn, **arguments)
 
     whole, first, second, third = Collate(), Collate(at), Collate(), Collate()
     expected, history = run("whole", whole)
@@ -164,8 +164,7 @@ def test_a_killed_run_loses_no_row(tmp_path: pathlib.Path) -> None:
     cut(15, {"train/loss": 5.0})
     os.rename(tmp_path / "cut" / "13", tmp_path / "cut" / "13.orbax-checkpoint-tmp")
     assert tiny.steps_in(tmp_path / "cut")[-1] == 12
-    with whole, rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
-        run(tmp_path / "cut", loggers=[logger])
+    run(tmp_path / "cut", loggers=[rx.JSONLLogger(tmp_path / "cut.jsonl")])
     assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
     assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json", "history.jsonl"]
 
@@ -177,9 +176,8 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
     def run(name: str, at: int | None = None, **arguments: Any) -> Any:
         checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
         defaults: Any = {"log_every": 1, "num_steps": 8, "checkpoints": checkpoints, "optimizer": tiny.COUNTING}
-        with rx.JSONLLogger(log) as logger:
-            arguments = {**defaults, "loggers": [logger], "collate_fn": Collate(at, kill), **arguments}
-            return tiny.fit_with_history(prefetch=0, **arguments)[1]
+        defaults |= {"loggers": [rx.JSONLLogger(log)], "collate_fn": Collate(at, kill)}
+        return tiny.fit_with_history(prefetch=0, **{**defaults, **arguments})[1]
 
     history = run("finished")
     run("unsaved", checkpoints=None)
@@ -214,11 +212,11 @@ def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> No
     """Its rows begin anew, and those of the first stay, though they have the same file and directory."""
 
     def script(name: str, at: int | None = None) -> None:
-        with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
-            arguments: Any = {"loggers": [logger], "log_every": 1, "num_steps": 6}
-            checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
-            state = counted(None, checkpoints, **arguments)
-            counted(state, checkpoints, collate_fn=Collate(at, kill), **arguments)
+        checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
+        logger = rx.JSONLLogger(tmp_path / f"{name}.jsonl")
+        arguments: Any = {"loggers": [logger], "log_every": 1, "num_steps": 6}
+        state = counted(None, checkpoints, **arguments)
+        counted(state, checkpoints, collate_fn=Collate(at, kill), **arguments)
 
     script("whole")
     raised(Killed, script, "cut", at=3)

@@ -1,4 +1,4 @@
-"""The history of a run, and the loggers that receive its rows: console with a bar, JSON lines, TensorBoard.
+"""The history of a run, and the loggers that receive its rows: console with a bar, JSON lines.
 
 A logger is any callable `logger(step, row)`. This module has the loggers of this package. They need not know
 about processes, because the `Reporter` of a run calls them on only one process.
@@ -23,17 +23,7 @@ from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
 
 
-class _Closing(contextlib.AbstractContextManager[Any]):
-    """Makes an object with a `close` a context manager."""
-
-    def close(self) -> None:
-        """Release the resources of this logger. You may call it twice."""
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ConsoleLogger(_Closing):
+class ConsoleLogger:
     """Prints one line per row, with aligned columns. In `fit`, it also shows a progress bar, and prints
     messages, such as the checkpoint from which a run continues.
 
@@ -62,7 +52,7 @@ class ConsoleLogger(_Closing):
         tqdm.write(message, file=self._stream or sys.stderr)
 
 
-class JSONLLogger(_Closing):
+class JSONLLogger:
     """Appends each row to a file as one line of JSON: `{"step": 10, "time": 1.7e9, "train/loss": 2.3}`.
 
     `time` is in seconds since 1970. In a run of `fit` with checkpoints, a row also has `run`. With it, `fit`
@@ -124,50 +114,6 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".tmp")
     partial.write_bytes(content)
     partial.replace(path)
-
-
-class TensorBoardLogger(_Closing):
-    """Writes rows as TensorBoard scalars, with tensorboardX (`pip install "redco_eqx[log]"`).
-
-    ```python
-    loggers = [rx.ConsoleLogger(), rx.TensorBoardLogger("logs")]   # tensorboard --logdir logs
-    state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=loggers)
-    ```
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]):
-        """**Arguments:** `directory`: the directory of the run; the first row creates it. `~` is expanded.
-
-        Raises `ImportError` if tensorboardX is not installed.
-        """
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ImportError('TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"') from error
-        self._make_writer = tensorboardX.SummaryWriter
-        self._arguments: dict[str, Any] = {"logdir": os.path.expanduser(directory)}
-        self._writer: Any = None
-
-    def __call__(self, step: int, row: Mapping[str, float], /) -> None:
-        if self._writer is None:
-            # tensorboardX names files by the second, and would overwrite one of the same name.
-            suffix = f".{os.getpid()}.{time.time_ns()}"
-            self._writer = self._make_writer(**self._arguments, filename_suffix=suffix)
-        for name, value in row.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
-
-    def rewind(self, step: int) -> None:
-        """Make TensorBoard hide the rows after `step`, so that a run can continue from there."""
-        self.close()
-        self._arguments["purge_step"] = step + 1
-
-    def close(self) -> None:
-        """Close the event file. A later row opens another one."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            self._arguments.pop("purge_step", None)  # or the next file would hide rows of this process
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
