@@ -139,24 +139,13 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
 """Parameters, frozen arrays and model state (each by path), the batch, and the key."""
 
-_PAIR = "To get the pair (model, eqx.nn.State), pass it to init_state: init_state((model, model_state), ...)."
-
 
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
     """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
 
     def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
         model = dataclasses.replace(state, frozen=frozen).build(params, model_state)
-        try:
-            return use(model, batch, key)
-        except Exception as error:
-            if is_pair(model) and isinstance(error, TypeError | AttributeError):
-                error.add_note(
-                    "The function gets the pair (model, eqx.nn.State), which you passed to init_state."
-                )
-            elif "unpack" in str(error) or "subscriptable" in str(error):
-                error.add_note(f"The function gets a {type(model).__name__} alone. {_PAIR}")
-            raise
+        return use(model, batch, key)
 
     return run
 
