@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
@@ -128,19 +127,11 @@ class TrainState(eqx.Module):
     stored: tuple[str, ...] = eqx.field(default=(), static=True)
 
     def __repr__(self) -> str:
-        step: Any = self.step
-        if isinstance(step, jax.ShapeDtypeStruct | Tracer) or getattr(step, "shape", None) != ():
-            parts = ["abstract"]
-        else:
-            parts = ["deleted" if lack_of_value(step) else f"step {step_of(self)}"]
-        named = {"parameters": self.params, "frozen arrays": self.frozen}
+        parts, named = [], {"parameters": self.params, "frozen arrays": self.frozen}
         for name, arrays in {**named, "arrays of the model's state": self.model_state}.items():
             size = size_text(sum(x.size * x.dtype.itemsize for x in arrays.values()))
             parts += [f"{len(arrays)} {name} of {size}"] if arrays else []
         parts.append(f"{len(jax.tree.leaves(self.opt_state))} arrays of the optimizer")
-        sharding = getattr(step, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            parts.append(" x ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items()))
         return f"TrainState({', '.join(parts)})"
 
     @property
