@@ -110,34 +110,6 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
     yield f"{num_steps} steps in all; {num_between} of the kills between temporary directory and commit"
 
 
-def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """kill -9 before the first save, at step 30: rows of another run in the same file stay, and those of this
-    one are as if it had never been killed."""
-    log, other = base / "log.jsonl", base / "other.jsonl"
-    options: Any = {"num_steps": 32, "every_steps": 30}
-    finish(start(directory=base / "other", log=other, num_steps=6))
-    shutil.copy(other, log)
-    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
-    draw = random.Random(0)
-    for _ in range(tries):
-        rows = draw.randrange(0, 30)
-        program = start(directory=base / "run", log=log, seconds_per_batch=0.02, **options)
-        while program.poll() is None:
-            time.sleep(0.002)
-            own = log.read_bytes().splitlines()[6:]
-            if (base / "run" / "begun.json").exists() and len(own) >= rows and newest(base / "run") == 0:
-                break
-        time.sleep(draw.uniform(0, 0.02))
-        program.kill()
-        program.wait()
-        yield ""
-    num_saved = newest(base / "run")
-    (ended,) = finish(start(directory=base / "run", log=log, **options))
-    assert ended["digest"] == expected["digest"], "the trajectory differs"
-    assert read_log(log) == read_log(other) + read_log(base / "whole.jsonl"), "the rows of the log differ"
-    yield f"at the end {'none' if num_saved == 0 else num_saved} was saved"
-
-
 small_run = functools.partial(counted, None, num_steps=8)
 
 
@@ -278,7 +250,6 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
 # name: (fault, tries in full, tries if reduced)
 FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
     "kill -9 at a random instant": (kills, 50, 3),
-    "kill -9 before the first save": (early_kills, 20, 1),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
     "a file cut in half": (damage(lambda path: os.truncate(path, path.stat().st_size // 2)), 99, 4),
     "a full disk": (broken_disk(without_room), 10, 1),

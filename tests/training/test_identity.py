@@ -27,14 +27,13 @@ from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk,
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._checkpoint import owner
-from redco_eqx._checkpoint.owner import BEGUN, Owner
+from redco_eqx._checkpoint.owner import OWNER, Owner
 from redco_eqx._training.identity import compare_copies, programs_of
 
 CHILD = """
 import os, pathlib, sys, time
 from redco_eqx._checkpoint.owner import Owner
 owner = Owner(pathlib.Path(sys.argv[1]))
-owner.begin(0, {}, lambda before, now: ["another key"])
 print("owns", flush=True)
 if os.fork() == 0:  # a worker that outlives it
     time.sleep(20)
@@ -54,15 +53,14 @@ def child(tmp_path: pathlib.Path) -> Any:
 
 
 def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_path: pathlib.Path) -> None:
-    before = json.loads((tmp_path / BEGUN).read_bytes())
+    before = (tmp_path / OWNER).read_bytes()
     raised(rx.errors.CheckpointError, Owner, tmp_path, match=f"{tmp_path} is in use: process {child.pid} on ")
-    assert json.loads((tmp_path / BEGUN).read_bytes())["id"] == before["id"]
+    assert (tmp_path / OWNER).read_bytes() == before
     child.send_signal(signal.SIGKILL)
     child.wait()
     begin = time.monotonic()
     taken = Owner(tmp_path)
     assert time.monotonic() - begin < 2.0
-    assert taken.begin(0, {}, lambda before, now: []) == (before["id"], True)
     taken.release()
 
 
@@ -72,20 +70,20 @@ def test_who_ends_while_another_waits_makes_room(tmp_path: pathlib.Path, monkeyp
     monkeypatch.undo()
     threading.Timer(0.5, first.release).start()
     Owner(tmp_path).release()
-    assert list(tmp_path.iterdir()) == []  # no run began
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
 def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_path, monkeypatch) -> None:
     """No lock of the other is seen here, as on a file system that does not pass it on."""
     monkeypatch.setattr(owner, "_WATCH_SECONDS", 2.0)
-    file, done = tmp_path / BEGUN, threading.Event()
+    file, done = tmp_path / OWNER, threading.Event()
 
     def touch_on() -> None:
         while not done.wait(0.3):
             file.touch()
 
-    file.write_text(json.dumps({"id": "x", "owner": {"host": "elsewhere", "pid": 1}}))
+    file.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     if is_alive:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(touch_on)
@@ -95,32 +93,24 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_
         begin = time.monotonic()
         Owner(tmp_path).release()
         assert 2.0 <= time.monotonic() - begin < 6.0
-        assert json.loads(file.read_text()) == {"id": "x", "owner": None}
+        assert not file.exists()
 
 
 def test_an_owner_touches_its_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(owner, "_BEAT_SECONDS", 0.05)
     one = Owner(tmp_path)
-    first = (tmp_path / BEGUN).stat().st_mtime_ns
+    first = (tmp_path / OWNER).stat().st_mtime_ns
     end = time.monotonic() + 5
-    while (tmp_path / BEGUN).stat().st_mtime_ns == first:
+    while (tmp_path / OWNER).stat().st_mtime_ns == first:
         assert time.monotonic() < end, "the time of the file does not move"
         time.sleep(0.05)
     one.release()
 
 
-def test_a_torn_or_an_older_file_is_read(tmp_path: pathlib.Path) -> None:
-    for content, is_known in (
-        ('{"begin": 0, "id": "abc", "origin"', False),
-        ("[]", False),
-        ('{"begin": 0, "id": "abc", "origin": {}}', True),  # of version 0.2
-        ('{"begin": 3, "id": "abc", "origin": {}}', False),
-    ):
-        (tmp_path / BEGUN).write_text(content)
-        one = Owner(tmp_path)
-        run_id, before = one.begin(0, {}, lambda before, now: [])
-        assert (run_id == "abc", before) == (is_known, is_known)
-        one.release()
+def test_a_torn_file_has_no_owner(tmp_path: pathlib.Path) -> None:
+    for content in ('{"host": "elsewhere", "pi', "[]"):
+        (tmp_path / OWNER).write_text(content)
+        Owner(tmp_path).release()
 
 
 def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -> None:
@@ -168,8 +158,7 @@ def begun(directory: pathlib.Path, state: Any = None, **arguments: Any) -> None:
 
 
 def content_of(directory: pathlib.Path) -> dict[str, bytes]:
-    """All files but the one of the last beginning."""
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "begun.json"]
+    files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path): path.read_bytes() for path in files}
 
 

@@ -16,7 +16,7 @@ import jax
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
-from redco_eqx._checkpoint.owner import Owner, wait_for
+from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
 from redco_eqx._checkpoint.record import CheckpointInfo, encode, entries, local, orbax_checkpoint, read_record
 from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, Json, Row, RunRecord
 from redco_eqx._distributed.consensus import from_all, from_first, together
@@ -144,7 +144,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
-        return self.owner.content["owner"]
+        return this_process()
 
     def _make_checkpointer(self) -> Any:
         # `save` itself makes the directories. Background threads would wait for directories that cannot be

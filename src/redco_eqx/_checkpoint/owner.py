@@ -10,19 +10,16 @@ import fcntl
 import json
 import os
 import pathlib
-import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from redco_eqx._checkpoint.runs import CheckpointError, Identity
+from redco_eqx._checkpoint.runs import CheckpointError
 
-BEGUN = "begun.json"
-"""The name of a file in each directory of checkpoints. It holds the owner of the directory and the run that
-began there, so that the run is known before its first checkpoint is complete."""
+OWNER = "owner.json"
+"""The name of the file of the owner in a directory of checkpoints."""
 
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 
@@ -35,50 +32,27 @@ class Owner:
 
         Takes at most 13 seconds, to watch an owner on another host or one that is ending.
         """
-        self._file = directory / BEGUN
+        self._file = directory / OWNER
         self._done = threading.Event()
         # Lock the directory, because a file open for writing would keep the file system from becoming
         # read-only.
         self._fd = os.open(directory, os.O_RDONLY)
         _owners.add(self)
         try:
-            self.content = self._take()
-            # Write at once, so that a disk that cannot be written, or a read-only file, raises here.
-            self._write(owner=_this_process())
+            self._take()
+            # A disk that cannot be written, or a read-only file, raises here.
+            self._write(this_process())
         except BaseException:
             self.unlock()
             raise
         threading.Thread(target=self._beat, name="redco_eqx.owner", daemon=True).start()
-
-    def begin(
-        self, begin: int, identity: Identity, differs: Callable[[Identity, Identity], object]
-    ) -> tuple[str, bool]:
-        """Return the id of the run that begins here, and true if it began before, and was killed before its
-        first save.
-
-        **Arguments:**
-
-        - `begin`: the first step of the run.
-        - `identity`: the identity of the run, which is stored in the file.
-        - `differs`: called with the identity in the file and this one. It returns a true value if they
-            belong to different runs.
-        """
-        old = self.content
-        if old.get("begin") == begin and "id" in old and not differs(old.get("identity", {}), identity):
-            return old["id"], True
-        run_id = secrets.token_hex(4)
-        self._write(begin=begin, id=run_id, identity=identity)
-        return run_id, False
 
     def release(self) -> None:
         """Release the directory to others. You may call it twice."""
         if not self._done.is_set():
             self._done.set()
             with contextlib.suppress(OSError):  # on a full disk, others still see the lock or the time
-                if "id" in self.content:
-                    self._write(owner=None)
-                else:
-                    self._file.unlink()
+                self._file.unlink()
             self.unlock()
 
     def unlock(self) -> None:
@@ -87,15 +61,15 @@ class Owner:
             os.close(self._fd)
             self._fd = -1
 
-    def _take(self) -> dict[str, Any]:
-        """Wait until no other process owns the directory, and return the content of the file."""
+    def _take(self) -> None:
+        """Wait until no other process owns the directory."""
         start, (_, first) = time.monotonic(), _read(self._file)
         while True:
-            has_lock, (content, beat) = self._has_lock(), _read(self._file)
-            owner, this = content.get("owner") or {}, _this_process()
+            has_lock, (owner, beat) = self._has_lock(), _read(self._file)
+            this = this_process()
             is_here, is_late = owner.get("host") == this["host"], time.monotonic() - start > _WATCH_SECONDS
             if has_lock is not False and (not owner or is_late or (has_lock and is_here)):
-                return content
+                return
             if owner == this or is_late or (owner and beat != first):
                 who = f"process {owner.get('pid')} on {owner.get('host')}"
                 who = "this very process" if owner == this else who
@@ -113,11 +87,10 @@ class Owner:
             return False if isinstance(error, BlockingIOError) else None
         return True
 
-    def _write(self, **changes: Any) -> None:
-        self.content = {**self.content, **changes}
+    def _write(self, owner: dict[str, Any]) -> None:
         # Write in place, which needs no space on a full disk.
         with open(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-            file.write(json.dumps(self.content).encode())
+            file.write(json.dumps(owner).encode())
             file.truncate()
 
     def _beat(self) -> None:
@@ -138,16 +111,16 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
     Raises `CheckpointError` after 12 seconds, because this is then another directory with the same name.
     """
     start = time.monotonic()
-    while _read(directory / BEGUN)[0].get("owner") != owner:
+    while _read(directory / OWNER)[0] != owner:
         if time.monotonic() - start > _WATCH_SECONDS:
             raise CheckpointError(
-                f"{directory} is not the directory that process 0 writes to: its file {BEGUN} is missing "
+                f"{directory} is not the directory that process 0 writes to: its file {OWNER} is missing "
                 "here. Pass a directory that all processes see under the same name."
             )
         time.sleep(0.2)
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     """Identify this process and this boot of the host, because hosts may share a name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text()[:8] if boot.exists() else ''}".strip()

@@ -92,7 +92,7 @@ def fit(
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and which checkpoints to
         keep. If a run that began with `state` has left checkpoints there, that run continues exactly: `fit`
         reads its state, and drops the rows of later steps from `loggers` (with their method `rewind`, if they
-        have one). If a run ended before its first checkpoint, it begins again, and its rows are also dropped.
+        have one).
     - `log_every`: the number of steps that a row of training metrics covers. A row covers fewer if an
         evaluation or the end comes first.
     - `loggers`: functions that are called on process 0 with `(step, row)`. By default, a [`ConsoleLogger`][],
@@ -175,7 +175,7 @@ def fit(
             run,
             directory=saver and saver.directory,
             num_steps=total,
-            is_again=saver is not None and saver.began_before,
+            is_again=source is not None,
         )
         stack.enter_context(contextlib.closing(reporter.bar))
         _announce(reporter, epochs, run, source)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from typing import Any
+import secrets
 
 import jax
 
@@ -23,7 +23,6 @@ class Saver:
     """The checkpoints of one run of `fit`.
 
     - `path`: the checkpoint from which the run continues; after a save, the last saved one.
-    - `began_before`: true if an earlier call began the run, with or without a checkpoint.
     """
 
     def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
@@ -32,7 +31,6 @@ class Saver:
         self.directory = local(self.config.directory)
         self._saved: tuple[int, int, bool] | None = None
         self.path: pathlib.Path | None = None
-        self.began_before = False
 
     def __enter__(self) -> "Saver":
         """Raise `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
@@ -61,10 +59,7 @@ class Saver:
         """
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
-            owner: Any = self._writer.owner  # used on process 0 only, where it is not `None`
-            run_id, self.began_before = from_first(lambda: owner.begin(run.begin, run.identity, what_differs))
-            return state, dataclasses.replace(run, id=run_id)
-        self.began_before = True
+            return state, dataclasses.replace(run, id=from_first(lambda: secrets.token_hex(4)))
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         if same_step is not None and not self.config.allow_changes:
             _check_state(read_record(self.directory / same_step), state)
