@@ -3,9 +3,7 @@
 import json
 import pathlib
 import re
-import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -17,9 +15,8 @@ from helpers import in_long
 from hosts import harness, program
 
 import redco_eqx as rx
-from redco_eqx._data.batches import shapes_of
 from redco_eqx._distributed import consensus
-from redco_eqx._distributed.consensus import Entries, from_all, from_first, together
+from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._distributed.process_group import Watchdog
 
 
@@ -54,7 +51,7 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
     [
         # `nox -s hosts` tries these two, too.
         *in_long(
-            ("shape", "but float32[rows, 5] on process 1 (host"),
+            ("shape", "mask is float32[rows, 5], but was float32[rows, 4] in batch 0"),
             ("fewer", "but 34 on process 1 (host"),
         ),
         ("evaluation", "evaluate: the checksum of examples[0] is"),
@@ -151,181 +148,3 @@ def test_fit_tells_it_of_every_step(monkeypatch):
     tiny.counted(examples=examples, num_steps=3, evaluation=evaluation, step_timeout_seconds=600.0)
     # The beginning, the rehearsal, three steps, and each pass over the 24 examples: six batches, and its end.
     assert (len(beats), len(set(beats))) == (1 + 1 + 3 + 7 + 7, 1)
-
-
-# A difference between processes is named: without waiting in a stream of batches, and before a step.
-
-CALL: dict[str, Any] = {"len(examples)": 29, "batch_size": 8, "the order by key": [3, 1, 2, 0]}
-NUM_PROCESSES = 3
-
-
-class FakeClient:
-    """The store of JAX's coordination service, in memory."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite):
-        assert allow_overwrite
-        self.values[key] = value
-
-    def key_value_dir_get(self, directory):
-        return [(key, value) for key, value in list(self.values.items()) if key.startswith(f"{directory}/")]
-
-
-@pytest.fixture
-def client(monkeypatch):
-    made = FakeClient()
-    monkeypatch.setattr(consensus, "coordination_client", lambda: made)
-    return made
-
-
-@pytest.fixture
-def processes(client):
-    """The entries that three processes compare."""
-    return new_entries()
-
-
-def new_entries():
-    names = [f"process {i}" for i in range(NUM_PROCESSES)]
-    return [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
-
-
-def open_stream(processes, process, **changes):
-    """A stream of batches on one process."""
-    entries = processes[process]
-    number = entries.add("batches", {name: str(value) for name, value in (CALL | changes).items()})
-    add = lambda index, batch: entries.add_batch(number, index, shapes_of(batch))  # noqa: E731
-    return types.SimpleNamespace(exchange=entries.compare, add=add)
-
-
-def batch(*shape: int, dtype: Any = np.float32):
-    return {"x": np.zeros(shape, dtype), "y": np.zeros(shape[:1], np.int32)}
-
-
-def errors(acts):
-    """The messages of what is raised, one after the other."""
-    found = []
-    for act in acts:
-        try:
-            act()
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-ORDERS = [(0, 1, 2), (2, 0, 1), (2, 1, 0)]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_equal_passes(processes, order):
-    opened = {process: open_stream(processes, process) for process in order}
-    for index in range(4):
-        for process in order:  # each its own number of rows; all change at once
-            opened[process].add(index, batch(4 + process, 3 + index // 2))
-    for process in order:
-        opened[process].exchange()
-
-
-def test_a_batch_like_the_one_before_in_its_stream_adds_no_entry(processes):
-    streams = [open_stream(processes, 0) for _ in range(2)]
-    for index in range(3):
-        for stream in streams:
-            stream.add(index, batch(4, 3))
-    assert processes[0].add("fit", {}) == 4  # after two calls, and the shapes of each
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("odd", [0, 1])  # the first, and another
-def test_another_call_is_named(processes, order, odd):
-    opened, found = {}, []
-    for process in order:
-        changes = {"len(examples)": 28} if process == odd else {}
-        found += errors([lambda p=process, c=changes: opened.update({p: open_stream(processes, p, **c)})])
-    # Who came before the first process looks again, at a batch or from its thread.
-    found += errors([stream.exchange for stream in opened.values()])
-    assert found
-    for message in found:
-        assert message.startswith("batches: len(examples) is ")
-        assert f"28 on process {odd}" in message
-        assert "29 on process" in message
-
-
-@pytest.mark.parametrize("at", [0, 2])
-def test_other_leaves_are_named(client, at):
-    for other, (leaf, wrong, right) in (
-        (batch(4, 2), ("x", "float32[rows, 2]", "float32[rows, 3]")),
-        (batch(4, 3, dtype=np.float16), ("x", "float16[rows, 3]", "float32[rows, 3]")),
-        ({"x": np.zeros((4, 3), np.float32)}, ("y", "missing", "int32[rows]")),
-        ({**batch(4, 3), "z": np.zeros(4)}, ("z", "float64[rows]", "missing")),
-    ):
-        client.values.clear()
-        processes = new_entries()
-        first, second = open_stream(processes, 0), open_stream(processes, 1)
-        for index in range(at):
-            first.add(index, batch(4, 3))
-            second.add(index, batch(4, 3))
-        first.add(at, batch(4, 3))
-        second.exchange()  # which has not made that batch
-        # One of the two sees it, at its batch or as its thread looks again.
-        (found,) = errors([lambda s=second, o=other: s.add(at, o), first.exchange])[:1]
-        here, there = re.findall(r" is (.*) on process \d, but (.*) on process \d", found)[0]
-        assert f"collate_fn: batch {at}: {leaf} is " in found
-        assert {here, there} == {wrong, right}
-
-
-def test_another_kind_of_call_and_a_missing_fact_are_named(processes, client):
-    open_stream(processes, 0)
-    with pytest.raises(ValueError, match="batches has been reached on process 0, but fit on process 1"):
-        processes[1].add("fit", {})
-    client.values.clear()
-    first, second, _ = new_entries()
-    first.add("fit", {"a": "1"})
-    with pytest.raises(ValueError, match="fit: b is missing on process 0, but 2 on process 1"):
-        second.add("fit", {"a": "1", "b": "2"})
-
-
-def test_the_store_does_not_grow(processes, client):
-    for _ in range(3 * consensus._NUM_KEPT):
-        stream = open_stream(processes, 0)
-        for index in range(10):
-            stream.add(index, batch(4, index % 7))
-    assert len(client.values) == 1
-    assert max(map(len, client.values.values())) < 8000
-
-
-def test_a_slow_process_is_compared_with_what_is_still_known(processes):
-    fast, slow = open_stream(processes, 0), open_stream(processes, 1)
-    for index in range(3 * consensus._NUM_KEPT):
-        fast.add(index, batch(4, index % 7))
-    for index in range(3 * consensus._NUM_KEPT - 1):
-        slow.add(index, batch(4, index % 7))
-    with pytest.raises(ValueError, match=r"batch 95: x is .* but float32\[rows, 9\] on process 1"):
-        slow.add(95, batch(4, 9))
-
-
-def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client):
-    equal = {"batch_size": "8", "the order": "[1, 0]", "loss_fn": "a"}
-
-    def everywhere(*facts):
-        def one(process):
-            processes[process].add("fit", facts[process])
-            while not processes[process].compare():
-                time.sleep(0.01)
-
-        with ThreadPoolExecutor(NUM_PROCESSES) as threads:
-            return list(threads.map(lambda i: errors([lambda: one(i)]), range(NUM_PROCESSES)))
-
-    for _ in range(3):
-        assert everywhere(equal, equal, equal) == [[]] * 3
-    for odd in range(NUM_PROCESSES):
-        facts = [equal] * NUM_PROCESSES
-        facts[odd] = {"batch_size": "8", "the order": "[0, 1]", "loss_fn": "b"}
-        found = everywhere(*facts)
-        for process in {0, odd}:
-            (message,) = found[process]
-            assert message.startswith("fit: the order is ")
-            assert "[0, 1] on process" in message
-            assert "[1, 0] on process" in message
-        client.values.clear()
-        processes[:] = new_entries()

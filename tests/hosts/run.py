@@ -220,7 +220,7 @@ FAULTS = (
     Fault("steps", 1, "num_steps=79", at_most=15),
     Fault("drift", 1, rf"{program.LAST_BIAS} should be the same", at_most=15),
     Fault("directory", 1, "is not the directory that process 0 writes to", at_most=17),
-    Fault("shape", 1, r"mask is float32\[rows, 4\] on process 0"),
+    Fault("shape", 1, r"mask is float32\[rows, 5\], but was float32\[rows, 4\] in batch"),
     Fault("stuck", 1, "no step has finished for 5 s", at_most=15),
     Fault("kill -9", 1, "is lost", ((1,), KILLED), signal=signal.SIGKILL),
     Fault("kill -9", 0, "is lost", (KILLED, ABORTED), signal=signal.SIGKILL),

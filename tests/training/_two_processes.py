@@ -62,6 +62,33 @@ for name, mesh in MESHES.items():
     (directory / f"{name}.done").touch()
     gathered = [multihost_utils.process_allgather(batch, tiled=True) for batch in made]
     results[name]["sequence"] = {"seen": seen, "batches": jax.tree.map(lambda x: x.tolist(), gathered)}
+# The shapes of the batches: other ones in an epoch, and other ones than those of process 0, which comes first.
+
+BATCH = {"x": np.zeros((4, 3), np.float32), "y": np.zeros(4, np.int32)}
+OTHERS = [
+    {**BATCH, "x": BATCH["x"][:, :2]},
+    {**BATCH, "x": BATCH["x"].astype(np.float16)},
+    {"x": BATCH["x"]},
+    {**BATCH, "z": np.zeros(4, np.float32)},
+]
+
+
+def refused(first, second):
+    """The batches of an epoch that are accepted, and the error."""
+    made, rest = [], iter([first, second])
+    options = {"batch_size": 8, "mesh": MESHES["data"]}
+    try:
+        for _ in rx.batches(rx.Data(range(16), prefetch=0), lambda _: next(rest), **options):
+            made.append(0)
+    except ValueError as error:
+        return len(made), str(error)
+    return len(made), ""
+
+
+results["shapes"] = [refused(BATCH, other) for other in OTHERS]
+wait_for(directory / "shapes.done")
+results["first shapes"] = [refused(*2 * [other if process else BATCH]) for other in OTHERS]
+(directory / "shapes.done").touch()
 
 
 # Streams.

@@ -61,6 +61,23 @@ def test_what_is_unlike_is_refused(results: list[Any]) -> None:
         assert "with several processes, say what each of them reads" in result["unsaid"]
 
 
+def test_an_epoch_has_one_shape(results: list[Any]) -> None:
+    """Another one is refused where it is made, or on the process that comes later to its first batch."""
+    leaves = [("x", "float32[rows, 2]"), ("x", "float16[rows, 3]"), ("y", "missing"), ("z", "float32[rows]")]
+    usual = {"x": "float32[rows, 3]", "y": "int32[rows]", "z": "missing"}
+    first, second = (result["first shapes"] for result in results)
+    assert first == [[2, ""]] * len(leaves)
+    for i, (leaf, value) in enumerate(leaves):
+        for result in results:
+            num_made, said = result["shapes"][i]
+            assert num_made == 1
+            assert f"collate_fn: batch 1: {leaf} is {value}, but was {usual[leaf]} in batch 0." in said
+        num_made, said = second[i]
+        assert num_made == 0
+        pattern = r"collate_fn: batch 0: {} is {} on process 0 \(.*\), but {} on process 1 \("
+        assert re.match(pattern.format(leaf, re.escape(usual[leaf]), re.escape(value)), said), said
+
+
 # Streams
 
 

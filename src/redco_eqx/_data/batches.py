@@ -21,7 +21,7 @@ from redco_eqx._data.data import Data, Place, Position, Stream, as_data, num_exa
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
 from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed, tail_sizes
 from redco_eqx._data.workers import noting, run_ahead
-from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
+from redco_eqx._distributed.consensus import Facts, Vote, agree, difference, from_all, is_shared
 
 Made: TypeAlias = tuple[Batch, Place]
 """A batch on the mesh, with the place after it."""
@@ -154,8 +154,10 @@ class Epochs:
             "the order by key": None if order is None else order(np.arange(min(4, order.num))).tolist(),
             "mesh": dict(self._mesh.shape),
         }
+        agree(self._mesh, "batches", {name: str(value) for name, value in facts.items()}, wait=False)
         made = run_ahead(enumerate(jobs, start), make, self._data)
-        made = _compared(made, self._mesh, start, {name: str(value) for name, value in facts.items()})
+        if is_shared(self._mesh):
+            made = _of_equal_shapes(made, self._mesh, start)
         if not isinstance(self._data, Stream):
             return made
         end = Place(epoch + 1, 0, None, self.positions, is_end=self._is_once)
@@ -195,21 +197,23 @@ class Epochs:
         return jobs()
 
 
-def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:
-    """Yield the same batches, and compare them with those of the other processes. Raises at once if they
-    differ."""
-    entries = entries_of(mesh)
-    if entries is None:
-        return made
-    stream = entries.add("batches", facts)
-
-    def compared() -> Generator[Made]:
-        with contextlib.closing(made):
-            for index, (batch, place) in enumerate(made, start):
-                entries.add_batch(stream, index, shapes_of(batch))
-                yield batch, place
-
-    return compared()
+def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator[Made]:
+    """Yield the same batches. Raises `ValueError` if the shapes of a batch differ from those of the first,
+    or those of the first from another process's."""
+    first: Facts = {}
+    with contextlib.closing(made):
+        for index, (batch, place) in enumerate(made, start):
+            shapes = shapes_of(batch)
+            if index == start:
+                first = shapes
+                agree(mesh, f"collate_fn: batch {index}", first, wait=False)
+            if found := difference(shapes, first):
+                name, here, there = found
+                raise ValueError(
+                    f"collate_fn: batch {index}: {name} is {here}, but was {there} in batch {start}. With "
+                    "several processes, an epoch must have one shape (pad text to a fixed length)."
+                )
+            yield batch, place
 
 
 def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
@@ -352,8 +356,9 @@ def batches(
     **Raises:**
 
     `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs from that of another
-    process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or arrays
-    with a different shape than on another process. The message names the leaf.
+    process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or (with
+    several processes) arrays of other shapes than in the first batch, or than on another process. The message
+    names the leaf.
     """
     check_functions("batches", collate_fn=collate_fn)
     check_whole("batches", batch_size=batch_size, epoch=epoch, start=start)

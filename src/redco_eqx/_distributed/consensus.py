@@ -1,22 +1,18 @@
 """Agreement between processes: facts that one knows, that all must share, and failures that some saw.
 
 Facts that must be the same are compared through the key-value store of JAX's service. If they differed, the
-processes would wait for each other in a collective, or compute wrong results. Each process keeps a sequence of
-entries, such as the arguments of `fit`, or new shapes of a batch. The n-th entries of any two processes must be
-equal. The first process of the mesh reads the entries of all others, and each of the others reads the entries
-of the first. They do so at each new entry, and twice a second in a thread, because a process that waits in a
-collective adds no entry.
+processes would wait for each other in a collective, or compute wrong results. Such facts are the arguments of
+`fit`, for example, or the shapes of a batch.
 """
 
-import atexit
 import functools
+import itertools
 import json
-import threading
 import time
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from redco_eqx._distributed.cluster import coordination_client
-from redco_eqx._distributed.process_group import end_process, process_names
+from redco_eqx._distributed.process_group import process_names
 
 T = TypeVar("T")
 
@@ -111,100 +107,6 @@ def _placed(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, "devices n"]:
 Facts: TypeAlias = dict[str, str]
 """Values as text, by the names that errors use for them."""
 
-_NUM_KEPT = 32  # entries, and streams
-
-
-class Entry(NamedTuple):
-    """Facts about a subject. For a stream of batches, they apply from batch number `batch` on."""
-
-    number: int
-    subject: str
-    facts: Facts
-    stream: int = -1
-    batch: int = 0
-
-
-class Entries:
-    """The entries of one process about the meshes of the run, which are compared with the others' entries."""
-
-    def __init__(self, process: int, names: Sequence[str], processes: Sequence[int]):
-        """**Arguments:** `names`: the names of all processes of the run."""
-        self._process, self._names, self._processes = process, names, processes
-        self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
-        self._entries: tuple[Entry, ...] = ()
-        self._streams: dict[int, tuple[int, Facts]] = {}  # for each the next batch and its newest shapes
-
-    def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
-        """Add an entry, and return its number. Raises `ValueError` if another process has a different one."""
-        number = self._entries[-1].number + 1 if self._entries else 0
-        entry = Entry(number, subject, facts, stream, batch)
-        self._entries = (*self._entries[1 - _NUM_KEPT :], entry)
-        client = coordination_client()
-        if client is not None:
-            text = json.dumps(self._entries)
-            client.key_value_set(f"{self._key}/{self._process}/entries", text, allow_overwrite=True)
-        self.compare()
-        return number
-
-    def add_batch(self, stream: int, index: int, shapes: Facts) -> None:
-        """Add the shapes of a batch. `stream` is the number of the entry that opened the stream. Raises as
-        `add`."""
-        _, before = self._streams.get(stream, (0, None))
-        self._streams = {**dict(list(self._streams.items())[-_NUM_KEPT:]), stream: (index + 1, shapes)}
-        if shapes != before:
-            self.add(f"collate_fn: batch {index}", shapes, stream, index)
-
-    def compare(self) -> bool:
-        """Compare the entries. Return true if the other processes have the same number of them. Raises
-        `ValueError` with the first fact that differs."""
-        client, is_first = coordination_client(), self._process == self._processes[0]
-        if client is None or not self._entries:  # without a client, JAX has left the others
-            return True
-        num_there, newest = 0, self._entries[-1].number
-        place = self._key if is_first else f"{self._key}/{self._processes[0]}"
-        for path, text in client.key_value_dir_get(place):
-            theirs = [Entry(*fields) for fields in json.loads(text)]
-            num_there += theirs[-1].number >= newest
-            for entry in theirs:
-                self._compare(entry, int(path.split("/")[-2]))
-        return num_there >= (len(self._processes) if is_first else 1)
-
-    def watch(self, done: threading.Event) -> None:
-        """Compare from time to time, and end the processes if they differ. Runs in a separate thread."""
-        try:
-            while not done.wait(max(0.5, len(self._names) / 200)):  # a few hundred requests a second in total
-                self.compare()
-        except ValueError as error:
-            end_process(str(error))
-        except jax.errors.JaxRuntimeError:  # process 0 has ended
-            return
-
-    def _compare(self, theirs: Entry, process: int) -> None:
-        mine = next((entry for entry in self._entries if entry.number == theirs.number), None)
-        if mine is None:
-            reached, shapes = self._streams.get(theirs.stream, (0, {}))
-            if theirs.number < self._entries[0].number or theirs.batch >= reached:
-                return  # forgotten, or still to come
-            mine = theirs._replace(facts=shapes)  # on this process the shapes did not change
-        # Keep the order of the processes, so that all of them report the same.
-        (one, this), (other, that) = sorted([(self._process, mine), (process, theirs)])
-        one, other = self._names[one], self._names[other]
-        names = [name for name in this.facts | that.facts if this.facts.get(name) != that.facts.get(name)]
-        if this.subject != that.subject:
-            problem = f"{this.subject} has been reached on {one}, but {that.subject} on {other}"
-        elif names:
-            here, there = (facts.get(names[0], "missing") for facts in (this.facts, that.facts))
-            problem = f"{this.subject}: {names[0]} is {here} on {one}, but {there} on {other}"
-        else:
-            return
-        raise ValueError(
-            f"{problem}. Each process must be given the same state, examples, functions and options, and "
-            "collate rows to the same shape (pad text to a fixed length)."
-        )
-
-
-_lock = threading.Lock()  # because a stream may be opened in a thread
-
 
 @functools.lru_cache
 def _processes(mesh: Mesh) -> tuple[int, ...]:
@@ -227,30 +129,63 @@ def check_complete(where: str, mesh: Mesh) -> None:
         )
 
 
-@functools.cache
-def _made(processes: tuple[int, ...]) -> Entries:
-    entries, done = Entries(jax.process_index(), process_names(), processes), threading.Event()
-    thread = threading.Thread(target=entries.watch, args=(done,), daemon=True)
-    thread.start()
-    # A thread that is inside JAX when the interpreter ends would abort the interpreter.
-    atexit.register(lambda: (done.set(), thread.join(5.0)))
-    return entries
+_NUM_KEPT = 32
+
+# By the processes of a mesh, which number their calls of `agree` alike.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+# Those that wait are kept apart, because a process may still read the newest one after many of the others.
+_keys: defaultdict[tuple[tuple[int, ...], bool], deque[str]] = defaultdict(deque)
 
 
-def entries_of(mesh: Mesh) -> Entries | None:
-    """Return the entries of this process about a mesh (`None` on one process), which a thread compares."""
-    with _lock:
-        return _made(_processes(mesh)) if is_shared(mesh) else None
+def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
+    """Compare facts with the other processes of `mesh`. Does nothing on a mesh of one process.
 
+    The n-th calls on any two processes must have the same subject and facts. The first process of the mesh
+    waits for those of all others, and each of the others waits for those of the first. With `wait=False`, they
+    compare only facts that are already known, so of two processes the later one finds a difference.
 
-def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
-    """Compare facts with the other processes of `mesh`. Waits until all of them have called it.
-
-    Does nothing on a mesh of one process. Raises `ValueError`, naming the first fact that differs, on the first
-    process of the mesh and on the process that differs from it.
+    Raises `ValueError`, naming the first fact that differs.
     """
-    entries = entries_of(mesh)
-    if entries is not None:
-        entries.add(subject, facts)
-        while not entries.compare():
-            time.sleep(0.02 + jax.process_count() / 1000)
+    processes, client = _processes(mesh), coordination_client()
+    if len(processes) == 1 or client is None:  # without a client, JAX has left the others
+        return
+    me, first = jax.process_index(), processes[0]
+    place = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}/{next(_numbers[processes])}"
+    keys = _keys[processes, wait]
+    keys.append(f"{place}/{me}/facts")
+    client.key_value_set(keys[-1], json.dumps([subject, facts]))
+    if len(keys) > _NUM_KEPT:
+        client.key_value_delete(keys.popleft())
+    while True:
+        found = client.key_value_dir_get(place if me == first else f"{place}/{first}")
+        for path, text in found:
+            _compare((me, subject, facts), (int(path.split("/")[-2]), *json.loads(text)))
+        if not wait or len(found) == (len(processes) if me == first else 1):
+            return
+        time.sleep(0.02 + jax.process_count() / 1000)
+
+
+def _compare(*both: tuple[int, str, Facts]) -> None:
+    # Keep the order of the processes, so that all of them report the same.
+    (one, here, this), (other, there, that) = sorted(both, key=lambda x: x[0])
+    one, other = process_names()[one], process_names()[other]
+    if here != there:
+        problem = f"{here} has been reached on {one}, but {there} on {other}"
+    elif found := difference(this, that):
+        name, mine, theirs = found
+        problem = f"{here}: {name} is {mine} on {one}, but {theirs} on {other}"
+    else:
+        return
+    raise ValueError(
+        f"{problem}. Each process must be given the same state, examples, functions and options, and "
+        "collate rows to the same shape (pad text to a fixed length)."
+    )
+
+
+def difference(this: Facts, that: Facts) -> tuple[str, str, str] | None:
+    """Return the name of the first fact that differs, and its two values. Return `None` if all are the same."""
+    for name in this | that:
+        values = this.get(name, "missing"), that.get(name, "missing")
+        if values[0] != values[1]:
+            return name, *values
+    return None
