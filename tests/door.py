@@ -116,9 +116,10 @@ class Table:
 COLUMNS = np.zeros((16, 2), np.float32), np.zeros(16, np.float32)
 SCHEDULE, SGD = optax.cosine_decay_schedule(1e-3, 100), optax.sgd(1.0)
 OF_SGD = rx.init_state(MODEL, SGD, key=KEY)
+OF_LINEAR = rx.init_state(eqx.nn.Linear(2, 2, key=KEY), ADAM, key=KEY)
 EXPLICIT, RENAMED = jax.make_mesh((8,), ("data",)), jax.make_mesh((2, 4), ("dp", "tp"))
 JITTED_GRADIENT = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
-GRADIENT, PAIR = "gradient of the loss itself", '(loss, metrics) ... (loss, {"accuracy": x})'
+GRADIENTS, PAIR = "The step computes the gradients", '(loss, metrics) ... (loss, {"accuracy": x})'
 PAIRS = "overrides ... [(pattern, PartitionSpec), ...]"
 HOLDER = tempfile.TemporaryDirectory()
 PLACE = pathlib.Path(HOLDER.name) / "door"
@@ -207,8 +208,7 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: returning(lambda x: [x, x]), "the loss ... list ... scalar"),
     (lambda: returning(lambda x: (x, {"a": {"b": x}})), "the metric 'a' ... dict ... {\"group/name\": value}"),
     (lambda: returning(lambda x: (x, {"a": "high"})), "the metric 'a' ... 'high' ... scalar"),
-    (lambda: fit(loss_fn=jax.value_and_grad(loss_fn)), f"fit: loss_fn ... {GRADIENT} ... jax.value_and_grad"),
-    (lambda: step(loss_fn=JITTED_GRADIENT), f"train_step: loss_fn ... {GRADIENT}"),
+    (lambda: step(OF_LINEAR, loss_fn=jax.grad(loss_fn)), "the loss ... Linear ... scalar"),
     (lambda: predict(predict_fn=lambda m, b: b), "predict_fn ... (m, b)"),
     (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
     (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
@@ -268,6 +268,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: returning(lambda x: {"loss": x}), f"loss_fn must return ... a dict ... {PAIR}"),
     (lambda: returning(lambda x: (x, x), step), f"metrics a dict ... float32[] ... {PAIR}"),
     (lambda: returning(lambda x: (x, {1: x}), step), f"metrics a dict ... of [1] ... {PAIR}"),
+    (lambda: fit(loss_fn=eqx.filter_value_and_grad(loss_fn)), f"not MLP ... {GRADIENTS}"),
+    (lambda: step(loss_fn=JITTED_GRADIENT), f"not MLP ... {GRADIENTS}"),
     (
         lambda: returning(lambda x: (x, {}, x), step),
         "a tuple of 3 ... init_state was given the pair (model, eqx.nn.State)",

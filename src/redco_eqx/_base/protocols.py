@@ -85,9 +85,6 @@ class Mean(eqx.Module):
 Metrics: TypeAlias = dict[str, Mean]
 """The metrics of a step, by name. They are means, so that they can be added over steps."""
 
-# The first words of the docstrings of functions that `jax.value_and_grad` and `jax.grad` make.
-_OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
-
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "epoch", "mfu", "examples_per_second")
 RESERVED_METRICS += ("tokens_per_second", "data_wait_seconds", "slowest_process", "slowest_by_seconds")
 
@@ -207,11 +204,6 @@ def check_functions(where: str, **functions: object) -> None:
         form = f"{name}({', '.join(_CALLED_WITH[name])})"
         if not callable(function):
             raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
-        if name == "loss_fn" and _is_gradient(function):
-            raise TypeError(
-                f"{where}: loss_fn gives a gradient, but the step takes the gradient of the loss itself. Pass "
-                "the function that you gave to jax.value_and_grad (jax.grad, eqx.filter_value_and_grad)."
-            )
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # some functions written in C have no signature
@@ -224,18 +216,6 @@ def check_functions(where: str, **functions: object) -> None:
             ) from None
 
 
-def _is_gradient(function: object) -> bool:
-    """True if JAX or Equinox made this function as the gradient of another function."""
-    while function is not None:
-        of_jax = getattr(function, "__globals__", {}).get("__name__", "").startswith("jax.")
-        if of_jax and (getattr(function, "__doc__", None) or "").startswith(_OF_GRADIENTS):
-            return True
-        if type(function).__module__.startswith("equinox.") and "Grad" in type(function).__name__:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
 def _short(x: object) -> str:
     text = repr(x)
     return f"{text} ({type(x).__name__})" if len(text) <= 40 and "\n" not in text else f"a {type(x).__name__}"
@@ -246,12 +226,12 @@ def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
 
     Raises `ValueError` naming `what` if `x` is not a scalar.
     """
-    if x is None or isinstance(x, Mapping | Sequence):
+    is_mean = isinstance(x, Mean)
+    if not is_mean and (x is None or isinstance(x, Mapping | Sequence | eqx.Module)):
         raise TypeError(
             f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. Does the function return "
             'it? Metrics have one level of names: {"group/name": value}.'
         )
-    is_mean = isinstance(x, Mean)
     parts = {"total": x.total, "weight": x.weight} if is_mean else {"total": x, "weight": weight}
     for part, number in parts.items():
         if jnp.shape(number) != ():
