@@ -183,7 +183,7 @@ def xmanager(session):
 ABORTED = (1, -6)  # by us, or by JAX, which may be faster
 KILLED = (-9,)
 FROZEN = None
-UNREACHED = "is lost|has not answered"
+UNREACHED = "is lost|JAX distributed service detected fatal errors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ FAULTS = (
     Fault("stuck", 1, "no step has finished for 5 s", at_most=15),
     Fault("kill -9", 1, "is lost", ((1,), KILLED), signal=signal.SIGKILL),
     Fault("kill -9", 0, "is lost", (KILLED, ABORTED), signal=signal.SIGKILL),
-    Fault("SIGSTOP", 1, UNREACHED, (ABORTED, FROZEN), 17, signal.SIGSTOP),
+    Fault("SIGSTOP", 1, r"unhealthy .*:\n1\n", (ABORTED, FROZEN), 17, signal.SIGSTOP),
     Fault("SIGSTOP", 0, UNREACHED, (FROZEN, ABORTED), 17, signal.SIGSTOP),
     Fault("SIGTERM", 1, "", ((143,), (143,)), signal=signal.SIGTERM),
     Fault("link down", 1, UNREACHED, (ABORTED, ABORTED), 17),

@@ -61,7 +61,7 @@ def initialize_distributed(
         some of them.
     - `timeout_seconds`: the time to wait for the other processes to join.
     - `heartbeat_timeout_seconds`: the time after which a process counts as lost if it is frozen or its host is
-        gone.
+        gone. JAX then ends the others, and names the process by its number, unless it is process 0.
     - `shutdown_timeout_seconds`: the time that a finished process waits for the others to finish.
     - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all processes end
         within this time and three seconds.
@@ -96,9 +96,7 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
-    # Name the process before JAX aborts for the same reason with a message that names no host.
-    silent_seconds = 0.5 * heartbeat_timeout_seconds
-    ProcessGroup(launch.process_id, names, connections, leave_seconds, silent_seconds).start()
+    ProcessGroup(launch.process_id, names, connections, leave_seconds).start()
 
 
 def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:

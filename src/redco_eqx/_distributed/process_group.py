@@ -4,8 +4,7 @@ Without this, a run would hang: when Python exits, JAX waits for all processes, 
 for the one that failed. JAX's service notices only when its heartbeats time out. So each process keeps the
 connection to process 0 that it made when it joined. A process that fails sends a message, process 0 passes it
 to the others, and all leave with `os._exit`. If a process is killed, the kernel closes its connection. If a
-process is frozen or out of reach, this file only names it, because Python's threads also wait while an
-extension computes. JAX's heartbeats then end the others.
+process is frozen or out of reach, JAX's heartbeats end the others.
 """
 
 import atexit
@@ -27,7 +26,7 @@ import jax
 
 _FLUSH_SECONDS = 1.0
 _MAX_BYTES = 16_000  # the longest message that any thread can send in one piece
-_FINISHED = "finished"  # a message; any other non-empty message is a line that names the failed process
+_FINISHED = "finished"  # a message; any other message is a line that names the failed process
 _STDERR = 2  # for a C function, which writes here even if `sys.stderr` has been replaced
 
 _group: "ProcessGroup | None" = None
@@ -60,7 +59,6 @@ class ProcessGroup:
     - `process`: the number of this process.
     - `names`, `connections`: the results of `rendezvous`.
     - `leave_seconds`: how long the main thread may continue after a failure anywhere.
-    - `silent_seconds`: the time after which a process that sends nothing is named.
     - `leave_at`: the time at which this process ends; infinite if nothing has failed.
     """
 
@@ -68,14 +66,13 @@ class ProcessGroup:
     names: Sequence[str]
     connections: dict[int, Connection]
     leave_seconds: float
-    silent_seconds: float
     leave_at: float = math.inf
 
     def start(self) -> None:
         """Take over uncaught exceptions and the exit of the interpreter, and begin to listen."""
         global _group
         _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
-        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # without finished processes
+        self._unfinished = set(self.connections)
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
@@ -140,13 +137,8 @@ class ProcessGroup:
                     connection.send_bytes(message.encode()[:_MAX_BYTES])
 
     def _watch(self) -> None:
-        next_beat = 0.0
         while time.monotonic() < self.leave_at:
             self._listen(0.1)
-            if time.monotonic() > next_beat:
-                next_beat = time.monotonic() + self.silent_seconds / 4
-                self._send("")
-                self._name_silent()
         flush_all()
         while self.process == 0 and self.connections:
             self._listen(0.1)
@@ -162,16 +154,14 @@ class ProcessGroup:
                 message = self.connections[process].recv_bytes(_MAX_BYTES).decode(errors="replace")
             except (EOFError, OSError) as error:
                 self.connections.pop(process).close()
-                if self._last_heard.pop(process, None) is not None:
+                if process in self._unfinished:
                     why = str(error) or "its connection was closed"
                     self._on_failure(f"{self.names[process]} is lost: {why}.", process)
                 continue
             if message == _FINISHED:
-                self._last_heard.pop(process, None)
-            elif message:
+                self._unfinished.discard(process)
+            else:
                 self._on_failure(message, process)
-            elif process in self._last_heard:
-                self._last_heard[process] = time.monotonic()
 
     def _on_failure(self, line: str, source: int) -> None:
         """End this process soon, because another process is ending, or is gone."""
@@ -181,14 +171,6 @@ class ProcessGroup:
         self._leave_within(self.leave_seconds if has_coordinator else 0.0)
         self._send(line, besides=source)  # on process 0 this passes the line to the others
         log(line)
-
-    def _name_silent(self) -> None:
-        """Name each process that has not answered, once. If it is frozen, JAX soon ends the others."""
-        for process, last_heard in self._last_heard.items():
-            seconds = time.monotonic() - last_heard
-            if seconds > self.silent_seconds and not _is_ending():
-                self._last_heard[process] = math.inf
-                log(f"{self.names[process]} has not answered for {seconds:.0f} s: frozen, cut off or busy.")
 
 
 class Watchdog:
