@@ -43,16 +43,15 @@ def epochs_of(stream: Any, collate_fn: Any = np.asarray) -> Epochs:
     name=st.sampled_from(sorted(MESHES)),
     num=st.integers(1, 40),
     multiple=st.integers(1, 3),
-    remainder=st.sampled_from(["drop", "split", "pad"]),
     prefetch=st.integers(0, 3),
     start=st.integers(0, 2),
 )
-def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, remainder, prefetch, start):
+def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, prefetch, start):
     mesh = rx.make_mesh(**MESHES[name])
     batch_size = multiple * num_batch_shards(mesh)
     if num < (start + 1) * batch_size:
         num += (start + 1) * batch_size
-    options: Any = {"batch_size": batch_size, "mesh": mesh, "remainder": remainder, "start": start}
+    options: Any = {"batch_size": batch_size, "mesh": mesh, "start": start}
     streamed = list(rx.batches(rx.Stream(range(num), prefetch=prefetch), np.asarray, **options))
     indexed = list(rx.batches(range(num), np.asarray, **options))
     assert [ids(x) for x in streamed] == [ids(x) for x in indexed]
@@ -293,7 +292,7 @@ def int_as_any() -> Any:
 
 
 def test_errors():
-    by_epoch, rows = rx.Stream(lambda epoch: int_as_any()), rx.Stream([1], batched=True)
+    by_epoch = rx.Stream(lambda epoch: int_as_any())
     more: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
     shorter = r"24 items of epoch 0, but the stream now gives only 20"
     moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
@@ -305,8 +304,7 @@ def test_errors():
         (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
-        (lambda: rx.batches(rows, ids, remainder="split", **more), ValueError, r"\(batched=True\) is for tr"),
-        (lambda: rx.batches(rx.Stream([1]), ids, remainder="no", **more), ValueError, r"remainder='no'"),
+        (lambda: rx.batches(rx.Stream([1]), ids, remainder="pad", **more), ValueError, r"'pad'.*list\("),
         (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
     ]
     for make, error, message in cases:

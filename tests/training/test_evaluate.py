@@ -124,22 +124,6 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
     assert len({*drawn(), training}) == 5
 
 
-def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> None:
-    def metric_fn(examples: Any, predictions: Any) -> Any:
-        pairs = zip(examples, predictions, strict=True)
-        return {"sum": sum(float(p["pair"][0]) * float(WEIGHTS[e]) for e, p in pairs)}
-
-    source = rx.Stream(lambda epoch: iter({0: range(22)}[epoch]))  # read from the first epoch each time
-    evaluation = rx.Evaluation(source, metric_fn=metric_fn, predictions_directory=tmp_path, **OF_VALUES)
-    state = STATES["2x2x2"]
-    assert evaluated(source, loss_fn, 8, state) == evaluated(range(22), loss_fn, 8, state)
-    assert_same(predicted(source, predict_fn, 8, state), predicted(range(22), predict_fn, 8, state))
-    expected = dataclasses.replace(evaluation, examples=range(22))(state)
-    assert evaluation(state) == expected
-    assert evaluation.rehearse(state).keys() == expected.keys()
-    assert len((tmp_path / "step-0.jsonl").read_text().splitlines()) == 22
-
-
 # `output_fn`: a form of the predictions that a person reads
 
 

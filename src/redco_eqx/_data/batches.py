@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_functions, check_whole
 from redco_eqx._base.tree import leaves_with_paths
-from redco_eqx._data.data import Data, Place, Position, Stream, as_data, num_examples_of
+from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
-from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed, tail_sizes
+from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed
 from redco_eqx._data.workers import noting, run_ahead
 from redco_eqx._distributed.consensus import Facts, Vote, agree, difference, from_all, is_shared
 
@@ -64,9 +64,11 @@ class Epochs:
         if isinstance(self._data, Stream):
             from redco_eqx._data import streams  # imported only for a stream
 
-            tail_sizes(0, batch_size, remainder, mesh)
             if remainder != "drop":
-                streams.check_for_evaluation(self._data)
+                raise ValueError(
+                    f"batches: remainder={remainder!r}, but a Stream is only for training, which drops the "
+                    "rest. Pass list(stream), or any sequence."
+                )
             self.positions = (streams.first_position(self._data, batch_size, mesh),)
             kind = "batches" if self._data.batched else "examples"
             how = f"in {self.positions[0].num_shards} shards" if self._data.sharded else "whole"
@@ -129,8 +131,7 @@ class Epochs:
 
             assert self.positions is not None
             position = streams.position_at(self._data, self.positions[0], place, self.batch_size)
-            options = self.batch_size, self._remainder, self._mesh
-            jobs = streams.read_batches(self._data, place, position, *options, **reading)
+            jobs = streams.read_batches(self._data, place, position, self.batch_size, self._mesh, **reading)
             length, order = self._facts, None
         else:
             length = len(self.examples_of(epoch))
@@ -330,7 +331,7 @@ def batches(
 
     - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face
         dataset. Each process reads only the rows that it needs. Pass [`Data`][] to set how they are read, or a
-        [`Stream`][] for examples that come one after the other.
+        [`Stream`][] for examples that come one after the other (with `remainder="drop"`).
     - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim `len(examples)`. It
         is called once per batch, with this process's rows in global order. With several processes, these rows
         are a part of the batch, so the other dims must not depend on the examples (pad text to a fixed length).
@@ -379,18 +380,3 @@ def shapes_of(batch: Batch) -> Facts:
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)
     }
-
-
-def as_sequence(examples: Examples | Data | Stream, first: int | None = None) -> Data:
-    """Return the examples as a sequence. A stream becomes a list of all its examples, or of the first ones."""
-    data = as_data(examples)
-    if isinstance(data, Data):
-        if first is None:
-            return data
-        few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
-    else:
-        from redco_eqx._data import streams
-
-        streams.check_for_evaluation(data)
-        few = list(itertools.islice(streams.Reading(data, 0, Position(0, 1)), first))
-    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers)

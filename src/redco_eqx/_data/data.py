@@ -61,7 +61,8 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Examples that come one after the other, read in that order.
+    """Examples that come one after the other, read in that order. For training: in `fit`, and in `batches` with
+    `remainder="drop"`.
 
     ```python
     def rows(epoch):
@@ -93,7 +94,7 @@ class Stream:
         rows (in one tensor-parallel group) read the same shard. When one shard ends, the epoch ends for all
         processes, at the same step.
     - `batched`: true if each item is already a batch of all rows that this process reads. `collate_fn` gets the
-        item itself and turns it into NumPy arrays. For training only.
+        item itself and turns it into NumPy arrays.
     - `prefetch`, `num_workers`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
@@ -177,6 +178,15 @@ def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> D
     return examples if isinstance(examples, Data | Stream) else Data(examples)
 
 
+def as_sequence(where: str, examples: Examples | Data) -> Data:
+    """Wrap examples of an evaluation as `as_data` does. Raises as `check_examples` does, and for a `Stream`."""
+    check_examples(where, examples)
+    data = as_data(examples)
+    if isinstance(data, Stream):
+        raise TypeError(f"{where} is a Stream, which is only for training. Pass list(stream), or any sequence.")
+    return data
+
+
 def check_examples(where: str, examples: Any) -> None:
     """Raise `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of the
     epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and similar objects, because their items are
@@ -201,8 +211,8 @@ def check_examples(where: str, examples: Any) -> None:
     if not sized and (isinstance(examples, eqx.Module) or not callable(examples)):
         raise TypeError(
             f"{where} is a {kind}, but must be a sequence of examples, with len(examples) and examples[int]. "
-            "Use list(...) for an iterable, or rx.Stream(...) if it is too long for a list. In a call the "
-            "state comes first, then the examples."
+            "Use list(...) for an iterable, or, for training, rx.Stream(...) if it is too long for a list. In "
+            "a call the state comes first, then the examples."
         )
 
 

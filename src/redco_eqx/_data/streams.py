@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._data.data import Place, Position, Stream
-from redco_eqx._data.placement import Job, layout, tail_sizes
+from redco_eqx._data.placement import Job, layout
 from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import batch_sharding
 
@@ -216,27 +216,18 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
 
 
 def read_batches(
-    stream: Stream, place: Place, at: Position, batch_size: int, remainder: str, mesh: Mesh, **reading: Any
+    stream: Stream, place: Place, at: Position, batch_size: int, mesh: Mesh, **reading: Any
 ) -> Iterator[Job]:
     """Read the items of one batch after the other, starting at a place. `at` is the position at that place."""
     needed = layout(mesh, batch_size)[1]
+    num_here = batch_size if stream.batched and not stream.sharded else len(needed)
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
         source = Reading(stream, place.epoch, at, **reading)
-        while items := list(itertools.islice(source, num_read)):
-            before, at = at, source.position()
-            is_whole = len(items) == num_read
-            for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
-                rows = layout(mesh, size)[1]
-                if stream.batched:
-                    mine, rows = items[0], rows if stream.sharded else np.arange(size)
-                else:
-                    mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
-                items = items[size:]
-                # Inside the tail, which was read at once, the items before are counted, and not compared.
-                before = before._replace(num_items=before.num_items + size, checksum=None)
-                place = place._replace(batch=place.batch + 1, positions=(before if items else at,))
-                yield Job(size, len(rows), lambda mine=mine: mine, place)
+        while len(items := list(itertools.islice(source, num_read))) == num_read:
+            mine = items[0] if stream.batched else items if stream.sharded else [items[row] for row in needed]
+            place = place._replace(batch=place.batch + 1, positions=(source.position(),))
+            yield Job(batch_size, num_here, lambda mine=mine: mine, place)
 
 
 def checksum(x: Any, begin: int = 0) -> int:
@@ -277,15 +268,6 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
         return repr(x).encode(), ()
     size = getattr(x, "size", None)  # an image has one
     return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
-
-
-def check_for_evaluation(stream: Stream) -> None:
-    """Raise `ValueError` for a stream that evaluation and prediction cannot read without losing examples."""
-    if stream.sharded or stream.batched:
-        raise ValueError(
-            f"Stream({'sharded' if stream.sharded else 'batched'}=True) is for training. In evaluation and "
-            "prediction a stream of examples is read whole, so that none is lost: sharded=False, batched=False."
-        )
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

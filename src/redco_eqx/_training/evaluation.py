@@ -28,8 +28,8 @@ from redco_eqx._base.protocols import (
     check_positive,
     check_whole,
 )
-from redco_eqx._data.batches import as_sequence, batches
-from redco_eqx._data.data import Data, Stream, as_data, check_examples
+from redco_eqx._data.batches import batches
+from redco_eqx._data.data import Data, as_sequence, num_examples_of
 from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._sharding.mesh import in_own_context
@@ -49,7 +49,7 @@ known)."""
 @in_own_context
 def evaluate(
     state: TrainState,
-    examples: Examples | Data | Stream,
+    examples: Examples | Data,
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
@@ -70,7 +70,7 @@ def evaluate(
 
     - `state`: from `init_state`, with or without an optimizer. The mesh and the random key are those of the
         state.
-    - `examples`: as for `batches`.
+    - `examples`: as for `batches`, but no `Stream`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. If the last examples do not fill a batch, they are
         evaluated without padding. The random numbers that `loss_fn` draws for these depend on the number of
@@ -90,7 +90,7 @@ def evaluate(
 @in_own_context
 def predict(
     state: TrainState,
-    examples: Examples | Data | Stream,
+    examples: Examples | Data,
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
@@ -122,7 +122,7 @@ def predict(
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
-    data = as_sequence(examples)
+    data = as_sequence("predict: examples", examples)
     outputs = _outputs("predict", predict_step, state, data, collate_fn, batch_size, predict_fn=predict_fn)
     return _rows(outputs, data.sequence, output_fn)
 
@@ -131,7 +131,7 @@ def _outputs(
     where: str,
     step: Callable[..., Any],
     state: TrainState,
-    examples: Examples | Data | Stream,
+    examples: Examples | Data,
     collate_fn: CollateFn,
     batch_size: int,
     watch: Callable[[], object] = lambda: None,
@@ -145,7 +145,7 @@ def _outputs(
     that are there already are not traced again.
     """
     check_is_state(state, f"{where}: state")
-    check_examples(f"{where}: examples", examples)
+    data = as_sequence(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
     check_whole(where, batch_size=batch_size)
     step = functools.partial(step, shardings=state.shardings, **function)
@@ -154,13 +154,12 @@ def _outputs(
         return step(state, batch, index=index)
 
     programs = {} if programs is None else programs
-    mesh, data = state_mesh(state), as_data(examples)
+    mesh = state_mesh(state)
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
         compare_states(state, f"{where} got different ones")
-        if isinstance(data, Data):
-            compare_examples(where, mesh, data.sequence)
+        compare_examples(where, mesh, data.sequence)
 
     def program_for(batch: Batch) -> jax.stages.Compiled:
         inputs = state, batch, np.int32(0)
@@ -172,7 +171,7 @@ def _outputs(
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
+    stream = batches(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
     ahead: deque[PyTree] = deque()
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
@@ -234,7 +233,7 @@ class Evaluation:
     row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
     ```
 
-    - `examples`: the examples to evaluate (see `evaluate`). Each evaluation reads a stream from its beginning.
+    - `examples`: the examples to evaluate (see `evaluate`).
     - `every_steps`: the number of steps between two evaluations. Without it, there is an evaluation after
         each epoch. There is always one at the end of a run.
     - `collate_fn`, `loss_fn`, `batch_size`: by default, the ones that you pass to `fit`.
@@ -249,7 +248,7 @@ class Evaluation:
     Raises `ValueError` for values that cannot be used together.
     """
 
-    examples: Examples | Data | Stream
+    examples: Examples | Data
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     collate_fn: CollateFn | None = None
@@ -263,14 +262,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
-        check_examples("Evaluation: examples", self.examples)
+        as_sequence("Evaluation: examples", self.examples)
         names = ("collate_fn", "loss_fn", "state_fn", "predict_fn", "output_fn", "metric_fn")
         check_functions("Evaluation", **{name: x for name in names if (x := getattr(self, name)) is not None})
-        if isinstance(self.examples, Stream) and self.examples.is_once:
-            raise ValueError(
-                "Evaluation: its examples are a Stream of an iterator, which can be read only once, but each "
-                "evaluation reads it. Pass a function that returns one, or an iterable."
-            )
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
@@ -283,7 +277,9 @@ class Evaluation:
     def rehearse(self, state: TrainState) -> dict[str, float]:
         """Evaluate one batch, so that an error comes before a run and not during it. Write no files."""
         with noting("This happened when fit tried the evaluation on the first batch of its examples."):
-            first = as_sequence(self.examples, first=self.batch_size or 1)
+            data = as_sequence("Evaluation: examples", self.examples)
+            num_first = min(num_examples_of(data.sequence), self.batch_size or 1)
+            first = dataclasses.replace(data, examples=[data.sequence[i] for i in range(num_first)])
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
@@ -312,7 +308,7 @@ class Evaluation:
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
-        data = as_sequence(self.examples)
+        data = as_sequence("Evaluation: examples", self.examples)
         outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn)
         predicted = _rows(outputs, data.sequence, self.output_fn)
         if self.metric_fn is not None:
