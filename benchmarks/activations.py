@@ -63,19 +63,13 @@ def transformer(key: Any, *, dim: int = 256, num_layers: int = 2, recomputed: bo
 
 
 class Row(NamedTuple):
-    """A model, its loss and batch, and the size of `tensor`. `more` are arguments of `explain`."""
+    """A model, its loss and batch, and the size of `tensor`."""
 
     name: str
     make: Callable[[Any], Any]
     loss_fn: Callable[..., Any]
     batch: jax.ShapeDtypeStruct
     tensor: int = 4
-    more: dict[str, Any] = {}  # noqa: RUF012
-
-
-def _mlps(name: str, **more: Any) -> Row:
-    batch = jax.ShapeDtypeStruct((4, 8192, 64), jnp.float32)
-    return Row(name, Mlps, lambda m, b, key: jnp.mean(jax.vmap(m)(b) ** 2), batch, more=more)
 
 
 def _text(name: str, num_rows: int, length: int, *, tensor: int = 4, **sizes: Any) -> Row:
@@ -84,8 +78,12 @@ def _text(name: str, num_rows: int, length: int, *, tensor: int = 4, **sizes: An
 
 
 ROWS = [
-    _mlps("MLPs, 8192 tokens, parameters held as without"),
-    _mlps("MLPs, 8192 tokens, weights may be whole", max_bytes_per_device=10**9),
+    Row(
+        "MLPs, 8192 tokens",
+        Mlps,
+        lambda m, b, key: jnp.mean(jax.vmap(m)(b) ** 2),
+        jax.ShapeDtypeStruct((4, 8192, 64), jnp.float32),
+    ),
     _text("transformer, 8 rows of 512", 8, 512),
     _text("transformer, 3 layers, 8 rows of 512", 8, 512, num_layers=3),
     _text("transformer, tensor 8", 8, 512, tensor=8),
@@ -113,7 +111,7 @@ def measured(row: Row, target: str | None) -> list[str]:
     sent, flops, temporaries, predicted, seconds = [], [], [], 0.0, 0.0
     for loss_fn in (row.loss_fn, rx.split_activations(row.loss_fn)):
         begun = time.process_time()
-        explanation = rx.explain(abstract, mesh, loss_fn=loss_fn, batch=row.batch, **row.more)
+        explanation = rx.explain(abstract, mesh, loss_fn=loss_fn, batch=row.batch)
         assert explanation.communication is not None
         merges = compiler_of(mesh).merges
         found = explanation.communication

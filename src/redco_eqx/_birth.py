@@ -188,7 +188,6 @@ def init_model(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
-    max_bytes_per_device: int | None = None,
 ) -> M:
     """Create the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
 
@@ -227,7 +226,7 @@ def init_model(
     **Arguments:**
 
     - `make_model`: makes the model from a key. The model's arrays must not depend on anything outside.
-    - `mesh`, `overrides`, `loss_fn`, `batch`, `max_bytes_per_device`: as for `shard_rules`.
+    - `mesh`, `overrides`, `loss_fn`, `batch`: as for `shard_rules`.
     - `key`: a PRNG key.
 
     **Returns:**
@@ -257,9 +256,7 @@ def init_model(
         }
         agree(mesh, "init_model", facts)
     abstract = eqx.combine(arrays, static)
-    layout = _layout(
-        abstract, mesh, overrides, loss_fn=loss_fn, batch=batch, max_bytes_per_device=max_bytes_per_device
-    )
+    layout = _layout(abstract, mesh, overrides, loss_fn=loss_fn, batch=batch)
     is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     if closed.effects:  # they must happen in order

@@ -104,8 +104,6 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
     monkeypatch.setattr("redco_eqx._dataflow.engine.choose_layout", unread)
     with pytest.warns(rx.errors.ShardingWarning, match=r"could not be read \(KeyError: .* with JAX \d"):
         assert rx.shard_rules(model, mesh, loss_fn=squared, batch=rows()) == by_paths
-    with pytest.raises(KeyError):  # names give only one layout, whatever it takes
-        rx.shard_rules(model, mesh, loss_fn=squared, batch=rows(), max_bytes_per_device=2**20)
     state = rx.init_state(eqx.filter_shard(model, by_paths), optimizer, key=jax.random.key(1))
     split = rx.split_activations(squared)
     monkeypatch.setattr("redco_eqx._step.constraints.walk_through", unread)
@@ -158,32 +156,15 @@ def whole(model, batch, key):  # what is added up along a dim has to be whole: a
     return jnp.mean(x**2)
 
 
-def test_a_budget_is_kept_or_refused():
-    model = abstract(lambda key: eqx.nn.Linear(7, 4096, use_bias=False, key=key))
-    batch = {"x": jax.ShapeDtypeStruct((4096, 7), jnp.float32)}
-    free = rx.explain(model, MESH, loss_fn=whole, batch=batch)
-    assert free.bytes_per_device == 4 * 7 * 4096
-    assert "cumsum at" in free.decisions["weight"].reason
-    fits = rx.explain(model, MESH, loss_fn=whole, batch=batch, max_bytes_per_device=7 * 4096)
-    assert fits.bytes_per_device == 7 * 4096
-    with pytest.raises(ValueError, match=r"no layout on tensor=4 .* 114688 bytes, to 20000 bytes"):
-        rx.explain(model, MESH, loss_fn=whole, batch=batch, max_bytes_per_device=20000)
-    with pytest.raises(ValueError, match="needs loss_fn and batch"):
-        rx.explain(model, MESH, max_bytes_per_device=7 * 4096)
-
-
-def test_a_budget_counts_what_a_device_holds():
-    """An array that is stored split, and whole only for use, counts by its part: a budget does not split it."""
-    mesh = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
-    model = abstract(lambda key: eqx.nn.Linear(63, 2**15, use_bias=False, key=key))
-    batch = {"x": jax.ShapeDtypeStruct((4096, 63), jnp.float32)}
-    free = rx.explain(model, mesh, loss_fn=whole, batch=batch)
-    assert free.decisions["weight"].spec == P(("fsdp", "tensor"))
-    assert free.bytes_per_device == 4 * 63 * 2**15 // 8
-    kept = rx.explain(model, mesh, loss_fn=whole, batch=batch, max_bytes_per_device=free.bytes_per_device)
-    assert kept.decisions == free.decisions
-    with pytest.raises(ValueError, match=f"{free.bytes_per_device} bytes, to {2**19} bytes"):
-        rx.explain(model, mesh, loss_fn=whole, batch=batch, max_bytes_per_device=2**19)
+def test_a_weight_that_has_to_be_whole_says_why_and_is_stored_in_parts_if_it_is_large():
+    both = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
+    for mesh, shape, spec in ((MESH, (4096, 7), P()), (both, (2**15, 63), P(("fsdp", "tensor")))):
+        model = abstract(lambda key, sizes=shape[::-1]: eqx.nn.Linear(*sizes, use_bias=False, key=key))
+        batch = {"x": jax.ShapeDtypeStruct((4096, shape[1]), jnp.float32)}
+        found = rx.explain(model, mesh, loss_fn=whole, batch=batch)
+        assert "cumsum at" in found.decisions["weight"].reason
+        assert found.decisions["weight"].spec == spec
+        assert found.bytes_per_device == 4 * shape[0] * shape[1] // (8 if spec else 1)
 
 
 def test_explain_says_what_is_sent_and_what_to_change():

@@ -56,7 +56,6 @@ def choose_with_activations(
     mesh: Mesh | AbstractMesh,
     *,
     fixed: Mapping[str, int | None],
-    max_bytes: float | None = None,
     is_quick: bool = False,
 ) -> ActivationLayout:
     """Choose the layout of all values that sends the least.
@@ -66,7 +65,6 @@ def choose_with_activations(
     - `analysis`: an analysis with a layout of only the parameters. In the new layout, the parameters take no
         more memory.
     - `fixed`: decisions that are fixed for some arrays, by path: the dim that is split, or `None`.
-    - `max_bytes`: a limit on the bytes of parameters on one device, instead of the bytes in `analysis`.
     - `is_quick`: see `solve`.
 
     Raises `ValueError` if no layout fits.
@@ -75,6 +73,6 @@ def choose_with_activations(
     values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
     held = [costs.held(leaf, analysis.dim_of(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)
-    budget = max(1.0, sum(held) * 1.001 if max_bytes is None else max_bytes)
+    budget = max(1.0, sum(held) * 1.001)
     solution = solve(values, fixed=decided, max_bytes=budget, held=costs.held, is_quick=is_quick)
     return ActivationLayout(analysis.traced, analysis.walk, costs, analysis.layout, solution)

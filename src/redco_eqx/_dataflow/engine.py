@@ -1,9 +1,7 @@
 """The roles of a model's arrays on a `tensor` axis, from the traced program."""
 
-import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
@@ -14,7 +12,6 @@ from redco_eqx._dataflow.search import (
     Sent,
     SplitOfEach,
     as_layout,
-    best_set,
     choose,
     freed_bytes,
     improve,
@@ -290,7 +287,6 @@ def choose_layout(
     *,
     given: Mapping[str, int],
     fixed: Mapping[str, int | None],
-    max_bytes: float | None = None,
 ) -> Analysis:
     """The analysis with the layout that is worth the most.
 
@@ -299,20 +295,10 @@ def choose_layout(
     - `given`: a layout to compare with, as the dim that is split, by path.
     - `fixed`: decisions that are fixed for some arrays: the dim that is split, or `None`. The others are chosen
         to match.
-    - `max_bytes`: a limit on the bytes of parameters on one device.
-
-    Raises `ValueError` if no layout fits into `max_bytes`.
     """
     costs, paths = analysis.costs, analysis.traced.paths
-    total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
-    # A split can free a negative number of bytes: an array that `tensor` cannot split may be stored over all
-    # devices.
-    least_freed = -math.inf if max_bytes is None else total - max_bytes
     decided = analysis.traced.by_leaf(fixed)
     split_so = as_layout(costs, decided) or {}
-
-    def judge(layout: SplitOfEach) -> float:
-        return analysis.score(layout) if freed_bytes(costs, layout) >= least_freed else -math.inf
 
     def laid_out(splits: Sequence[Split]) -> SplitOfEach:
         chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}
@@ -323,20 +309,8 @@ def choose_layout(
     if decided:  # follow the decided splits, or keep away from them
         options.append({"forced": set(split_so.values())})
         options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
-    layouts: list[SplitOfEach] = []
-    for option in options:
-        with contextlib.suppress(ValueError):
-            layouts.append(laid_out(choose(costs, least_freed, **option)))
-    layouts = [layout for layout in layouts if freed_bytes(costs, layout) >= least_freed]
-    if not layouts:
-        freed = [split.freed for split in costs.splits]
-        most = best_set(freed, freed, range(len(freed)), costs.clashes)
-        raise ValueError(
-            f"shard_rules: no layout on tensor={costs.tensor} brings the parameters of one device, "
-            f"{total:.0f} bytes, to {total - least_freed:.0f} bytes; the least is "
-            f"{total - sum(freed[n] for n in most):.0f}. Use more devices for tensor or fsdp."
-        )
-    layout = layouts[0] if len(layouts) == 1 else max(layouts, key=judge)
+    layouts = [laid_out(choose(costs, **option)) for option in options]
+    layout = layouts[0] if len(layouts) == 1 else max(layouts, key=analysis.score)
     other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
-    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, judge)
+    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, analysis.score)
     return dataclasses.replace(analysis, layout=layout)

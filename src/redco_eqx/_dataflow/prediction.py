@@ -57,7 +57,7 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
     freed = [split.freed for split in costs.splits]
     least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
     options = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
-    chosen = best_set(worths, freed, options, costs.clashes, least_freed)
+    chosen = best_set(worths, options, costs.clashes, freed, least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
 
 

@@ -24,37 +24,27 @@ def worth(costs: Costs, split: Split) -> float:
     return gained - split.num_bytes(merged=True)
 
 
-def choose(
-    costs: Costs, least_freed: float = -math.inf, *, forced: Collection[int] = (), barred: Collection[int] = ()
-) -> list[Split]:
-    """Choose splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`.
-
-    Raises `ValueError` if no choice frees `least_freed` bytes of parameters on a device.
-    """
+def choose(costs: Costs, *, forced: Collection[int] = (), barred: Collection[int] = ()) -> list[Split]:
+    """Choose splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`."""
     worths = [worth(costs, split) for split in costs.splits]
     largest = 1 + sum(abs(x) for x in worths)
     worths = [x + largest * (n in forced) for n, x in enumerate(worths)]
-    options = [n for n, x in enumerate(worths) if (x > 0 or least_freed > 0) and n not in barred]
-    freed = [split.freed for split in costs.splits]
-    return [costs.splits[n] for n in best_set(worths, freed, options, costs.clashes, least_freed)]
+    options = [n for n, x in enumerate(worths) if x > 0 and n not in barred]
+    return [costs.splits[n] for n in best_set(worths, options, costs.clashes)]
 
 
 def best_set(
     worths: Sequence[float],
-    freed: Sequence[float],
     numbers: Sequence[int],
     groups: Sequence[tuple[int, ...]],
+    freed: Sequence[float] = (),
     least_freed: float = -math.inf,
 ) -> list[int]:
     """Find the set of indices that has the largest total worth and frees enough memory.
 
     `numbers` are the indices to choose from; the set has at most one index from each group.
-
-    Raises `ValueError` if no set frees enough.
     """
     if not numbers:
-        if least_freed > 0:
-            raise ValueError("no splits")
         return []
     place = {n: i for i, n in enumerate(numbers)}
     groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))

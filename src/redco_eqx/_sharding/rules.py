@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -55,7 +54,6 @@ def shard_rules(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
-    max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
     """Choose a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` per array.
 
@@ -87,8 +85,6 @@ def shard_rules(
     - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict function.
     - `batch`: a batch for `loss_fn`, of real or abstract arrays. Only shapes and dtypes count, and the sizes
         hardly matter. Pass a model with an `eqx.nn.State` as the pair `(model, state)`.
-    - `max_bytes_per_device`: a limit on the bytes of the model's arrays on one device. Among the layouts that
-        fit, the result is the one that sends the least. It needs `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -98,22 +94,14 @@ def shard_rules(
 
     `ValueError` in these cases: an axis of the mesh is not Auto; an override matches nothing, names an axis
     that the mesh does not have, repeats one, has more dims than the array, or does not divide it; only one of
-    `loss_fn` and `batch` is given, or they do not run on abstract arrays; no layout fits into
-    `max_bytes_per_device`.
+    `loss_fn` and `batch` is given, or they do not run on abstract arrays.
 
     Warns with `ShardingWarning` if names do not give the order of several square matrices, so that the path
     rules used the order of the fields. It also warns, once, if more than 5% of the model is replicated for any
     reason, or if an array over 1 MiB is replicated because no rule matches it or its dims do not divide evenly.
     The warning lists the largest arrays.
     """
-    explanation = explain(
-        model,
-        mesh,
-        overrides=overrides,
-        loss_fn=loss_fn,
-        batch=batch,
-        max_bytes_per_device=max_bytes_per_device,
-    )
+    explanation = explain(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
     _warn(explanation.decisions, mesh)
     return explanation.shardings
 
@@ -126,7 +114,6 @@ def explain(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
-    max_bytes_per_device: int | None = None,
 ) -> Explanation:
     """Explain the layout that `shard_rules` chooses: the role of each array, and the reason for it.
 
@@ -147,31 +134,22 @@ def explain(
     model = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, model
     )
-    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
+    analysis = analysis_of(model, mesh, loss_fn, batch, chosen)
     found = explain_by(analysis, model, mesh, chosen)
     if analysis is None or analysis.traced.splits or axis_size(mesh, "tensor") == 1:
         return found
-    budget = _budget(model, max_bytes_per_device)
 
     def with_activations() -> "Prediction | None":
         from redco_eqx._dataflow.activations import choose_with_activations
 
         fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
         try:
-            split = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget, is_quick=True)
+            split = choose_with_activations(analysis, mesh, fixed=fixed, is_quick=True)
         except ValueError:  # none has the splits of the overrides, or it would take minutes
             return None
         return explain_by(split, model, mesh, chosen).communication
 
     return dataclasses.replace(found, _with_activations=with_activations)
-
-
-def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:
-    """The bytes on one device for the arrays that are not constants of the program."""
-    if max_bytes_per_device is None:
-        return None
-    constants = (x.nbytes for x in to_arrays(model).values() if isinstance(x, np.ndarray | np.generic))
-    return float(max_bytes_per_device - sum(constants))
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -196,7 +174,6 @@ def analysis_of(
     mesh: Mesh | AbstractMesh,
     loss_fn: Callable[..., Any] | None,
     batch: PyTree,
-    max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
     """Analyse the program, if there is one, and decide the layout of the arrays that `chosen` does not contain.
@@ -205,10 +182,6 @@ def analysis_of(
     library: the path rules are then better than no layout.
     """
     if loss_fn is None and batch is None:
-        if max_bytes_per_device is not None:
-            raise ValueError(
-                "shard_rules: max_bytes_per_device needs loss_fn and batch. Path rules give only one layout."
-            )
         return None
     if loss_fn is None or batch is None:
         given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
@@ -220,10 +193,8 @@ def analysis_of(
 
     traced = trace_step(loss_fn, model, batch)
     try:
-        return analyse(traced, model, mesh, max_bytes_per_device, chosen)[-1]
+        return analyse(traced, model, mesh, chosen)[-1]
     except Exception as error:
-        if isinstance(error, ValueError) or max_bytes_per_device is not None:
-            raise
         why = f"({type(error).__name__}: {error}, with JAX {jax.__version__})"
         text = f"shard_rules: the program could not be read {why}. Names and shapes decide. Please report this."
         warnings.warn(text, ShardingWarning, stacklevel=4)
@@ -234,7 +205,6 @@ def analyse(
     traced: "TracedStep",
     model: PyTree,
     mesh: Mesh | AbstractMesh,
-    max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "list[Analysis]":
     """Weigh every split in the traced program of a model, and choose a layout of the parameters.
@@ -257,14 +227,13 @@ def analyse(
     analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
     given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    budget = _budget(model, max_bytes_per_device)
-    layout = choose_layout(analysis, given=given, fixed=fixed, max_bytes=budget)
+    layout = choose_layout(analysis, given=given, fixed=fixed)
     if not traced.splits or tensor == 1:
         return [layout]
     from redco_eqx._dataflow.activations import choose_with_activations
 
     try:
-        return [layout, choose_with_activations(layout, mesh, fixed=fixed, max_bytes=budget)]
+        return [layout, choose_with_activations(layout, mesh, fixed=fixed)]
     except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
         text = f"shard_rules: activations do not count in this layout: {error}."
         warnings.warn(text, ShardingWarning, stacklevel=5)
