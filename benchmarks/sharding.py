@@ -48,7 +48,7 @@ def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
     traced = trace_step(model.loss, shapes, model.batch)
     marks.append(time.monotonic())
     on = rx.make_mesh(**mesh)
-    *_, analysis = analyse(traced, shapes, on)
+    analysis = analyse(traced, shapes, on)
     stored = explain_by(analysis, shapes, on).stored
     marks.append(time.monotonic())
     least = lower_bound(analysis, merged=False) + over_fsdp(analysis, stored, CPU)

@@ -124,15 +124,15 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
     """Mark a loss or predict function, so that its activations are split over `tensor`, too.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
-    `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
-    value stays whole or is split along one of its dimensions, which can be a token, pixel or row dimension.
-    The steps put these choices into the program. Without `shardings=`, a step leaves the choices to the
-    compiler. The choice weighs the bytes that are sent and the work that `tensor` divides. So it can also send
-    more bytes: `explain` predicts them with and without it.
+    the steps decide for each other value of the traced gradient. A value stays whole or is split along one of
+    its dimensions, which can be a token, pixel or row dimension. The parameters keep the layout that they have
+    without the mark. Without `shardings=`, a step leaves the choices to the compiler. The choice weighs the
+    bytes that are sent and the work that `tensor` divides. So it can also send more bytes: `explain` predicts
+    them with and without it.
 
     ```python
-    loss_fn = rx.split_activations(loss_fn)
     shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
+    loss_fn = rx.split_activations(loss_fn)
     state, metrics = rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     ```
 

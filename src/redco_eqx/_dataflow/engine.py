@@ -3,9 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
+from jax.sharding import AbstractMesh, Mesh
+
+from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.tree import size_text
+from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.search import (
     MEMORY,
@@ -19,6 +23,7 @@ from redco_eqx._dataflow.search import (
     without_numbers,
     worth,
 )
+from redco_eqx._dataflow.solution import OVER_BATCH, Solution, solve
 from redco_eqx._dataflow.tracing import STATE, TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
@@ -138,14 +143,14 @@ class Analysis:
     """The results of a walk through a program, and a layout of its parameters.
 
     - `layout`: the index of the split for each parameter that is split, by the parameter's index.
-    - `splits`: true if the layout is also one of the activations.
+    - `solution`: the layout of the activations beside it, if the program lays these out.
     """
 
     traced: TracedStep
     walk: Walk
     costs: Costs
     layout: SplitOfEach
-    splits: ClassVar[bool] = False
+    solution: Solution | None = None
 
     @functools.cached_property
     def simulated(self) -> Sent:
@@ -154,12 +159,17 @@ class Analysis:
 
     def sent(self, *, merged: bool) -> tuple[float, float]:
         """Bytes that a device sends over `tensor`, and for sums over the batch axes."""
+        if self.solution is not None:
+            batch = self.solution.sent.get(OVER_BATCH, 0.0)
+            return sum(self.solution.sent.values()) - batch, batch
         sent, over_batch = self.simulated, self.costs.leads.over_batch
         batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
         return sent.num_bytes(merged=merged) - batch, batch
 
     def by_place(self) -> dict[str, float]:
         """Bytes that a device sends over `tensor` and the batch axes, by what sends them, in words."""
+        if self.solution is not None:
+            return self.solution.sent
         groups: dict[tuple[str, int], list[Split]] = {}
         for split in (self.costs.splits[number] for number in dict.fromkeys(self.layout.values())):
             name = without_numbers(self.traced.paths[next(iter(split.leaves))])
@@ -204,24 +214,19 @@ class Analysis:
     def role(self, leaf: int) -> RoleOf:
         """The role of an array that the program takes."""
         value, number = self.walk.parameters[leaf], self.layout.get(leaf)
-        if number is None:
-            return self.whole_role(leaf)
-        split = self.costs.splits[number]
-        dim = split.leaves[leaf]
-        reason = why_split(split, value.dims[dim], leaf)
-        return self.name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, _num_scanned(value)
-
-    def whole_role(self, leaf: int) -> RoleOf:
-        """The role of an array that is not split, and the reason why it is not."""
-        value, shape = self.walk.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
+        if number is not None:
+            split = self.costs.splits[number]
+            dim = split.leaves[leaf]
+            reason = why_split(split, value.dims[dim], leaf)
+            return self._name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack
         if self.traced.fixed[leaf]:
             return "buffer", self.traced.fixed[leaf], None, stack
-        name = "whole" if len(shape.shape) - stack > 1 else "vector"
+        name = "whole" if len(value.dims) - stack > 1 else "vector"
         reason = why_whole(leaf, value.dims, self.costs, self.layout, self.traced.paths)
         return name, reason, None, stack
 
-    def name_of(self, leaf: int, dim: Dim) -> str:
+    def _name_of(self, leaf: int, dim: Dim) -> str:
         """Name the split of `dim` by the first operation that applies the parameter to data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
@@ -314,3 +319,22 @@ def choose_layout(
     other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
     layout = improve(layout, other, paths, len(analysis.walk.steps), decided, analysis.score)
     return dataclasses.replace(analysis, layout=layout)
+
+
+def with_activations(
+    analysis: Analysis, mesh: Mesh | AbstractMesh, *, is_quick: bool = False
+) -> Analysis | None:
+    """The analysis with the layout of all values that sends the least, in which the parameters keep theirs.
+
+    `None` if `tensor` has one device, or if there is no such layout: a step then leaves the activations to the
+    compiler. `is_quick`: see [`solve`][].
+    """
+    costs = analysis.costs
+    if costs.tensor == 1:
+        return None
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
+    dims = {leaf: analysis.dim_of(leaf) for leaf in range(len(analysis.traced.paths))}
+    try:
+        return dataclasses.replace(analysis, solution=solve(values, dims, is_quick=is_quick))
+    except ValueError:
+        return None

@@ -177,7 +177,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         size = min(whole, used / (1 if analysis.dim_of(leaf) is None else analysis.costs.tensor))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
-        most = 1 if (compiler.keeps_whole or analysis.splits) and leaf not in in_loops else 2
+        most = 1 if (compiler.keeps_whole or analysis.solution) and leaf not in in_loops else 2
         num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if set(blocks).issubset(ENDS):
             # Each lookup has a gradient. The head has one, although it is used forward and backward.
@@ -233,7 +233,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     sizes = {**analysis.by_place(), "over fsdp: weights gathered, and parts of their gradients": gathered}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     opaque = analysis.walk.opaque
-    least = 0.0 if analysis.splits or opaque else lower_bound(analysis, merged=True)
+    least = 0.0 if analysis.solution or opaque else lower_bound(analysis, merged=True)
     return Prediction(
         num_bytes=sum(sent),
         num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,29 +37,18 @@ class Solution(NamedTuple):
         return self.states[self.values.group(value)]
 
 
-def solve(
-    values: Values,
-    *,
-    fixed: Mapping[int, int | None],
-    max_bytes: float | None = None,
-    held: Callable[[int, int | None], float] | None = None,
-    is_quick: bool = False,
-) -> Solution:
+def solve(values: Values, dims: Mapping[int, int | None], *, is_quick: bool = False) -> Solution:
     """Make the choice with the lowest cost.
 
     **Arguments:**
 
-    - `fixed`: decisions for some parameters, by index: the dim that is split, or `None`.
-    - `max_bytes`: a limit on the bytes of parameters on one device.
-    - `held`: the bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
+    - `dims`: for each parameter, by index, the dim that is split, or `None`.
     - `is_quick`: do not branch, and refuse a program with so many variables that it takes a minute.
 
     Raises `ValueError` if there is no choice.
     """
-    search = _Search(values, *alike(values, fixed))
-    search.fix(fixed)
-    if max_bytes is not None and held is not None:
-        search.limit(max_bytes, held)
+    search = _Search(values, *alike(values, dims))
+    search.fix(dims)
     return search.solved(is_quick)
 
 
@@ -68,7 +57,7 @@ NUM_APART = 4
 for layers to alternate, while the integer program does not grow with their number."""
 
 
-def alike(values: Values, fixed: Mapping[int, int | None]) -> tuple[dict[int, int], list[Hashable]]:
+def alike(values: Values, dims: Mapping[int, int | None]) -> tuple[dict[int, int], list[Hashable]]:
     """Find the groups and operations for which one decision is enough.
 
     Return, for each group, the first group that has the same state; and the kind of each operation. The groups
@@ -79,7 +68,7 @@ def alike(values: Values, fixed: Mapping[int, int | None]) -> tuple[dict[int, in
     def color(*facts: Hashable) -> int:
         return numbers.setdefault(facts, len(numbers))
 
-    decided = {values.group(values.walk.parameters[leaf]): dim for leaf, dim in fixed.items()}
+    decided = {values.group(values.walk.parameters[leaf]): dim for leaf, dim in dims.items()}
     colors = {
         group: color(decided.get(group, WHOLE), len(values.states[group]), *map(values.form, members))
         for group, members in values.members.items()
@@ -172,23 +161,14 @@ class _Search:
     def can_be(self, value: Value, state: State) -> bool:
         return self.values.slot(value, state) in self.values.states[self.values.group(value)]
 
-    def fix(self, fixed: Mapping[int, int | None]) -> None:
-        """Decide the states of some parameters. Raises `ValueError` if a parameter cannot have its state."""
-        for leaf, dim in fixed.items():
+    def fix(self, dims: Mapping[int, int | None]) -> None:
+        """Decide the states of the parameters. Raises `ValueError` if a parameter cannot have its state."""
+        for leaf, dim in dims.items():
             value, wanted = self.values.walk.parameters[leaf], WHOLE if dim is None else dim
             if not self.can_be(value, wanted):
                 raise ValueError(f"dim {dim} of parameter {leaf} cannot be split where it is used")
             if of := self.states_of(value):
                 self.one_of([of[self.values.slot(value, wanted)]])
-
-    def limit(self, max_bytes: float, held: Callable[[int, int | None], float]) -> None:
-        """Bound the bytes of parameters on one device."""
-        terms, rest = [], 0.0
-        for leaf, x in enumerate(self.values.walk.parameters):
-            of = self.states_of(x)
-            rest += 0.0 if of else held(leaf, None)
-            terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]
-        self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
     def add(self, operation: Operation, kind: Hashable) -> dict[int, int]:
         """Add an operation: its strategies, whose variables are returned, and the flows from and to its

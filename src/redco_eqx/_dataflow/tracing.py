@@ -22,7 +22,7 @@ class TracedStep:
     """A traced step.
 
     - `jaxpr`: the program. It takes the model's arrays, the batch and the key, flat.
-    - `paths`, `shapes`: those of the model's arrays that the program takes.
+    - `paths`: those of the model's arrays that the program takes.
     - `fixed`: for each of these arrays, the reason why it is not trained; empty if it is. `STATE` is not split.
     - `trained`: for each of these arrays, the index of the result that is its gradient, or `None`.
     - `num_batch`: the number of inputs after the model's arrays that are the batch.
@@ -31,7 +31,6 @@ class TracedStep:
 
     jaxpr: Jaxpr
     paths: list[str]
-    shapes: list[jax.ShapeDtypeStruct]
     fixed: list[str]
     trained: list[int | None]
     num_batch: int
@@ -115,7 +114,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         for n, i in enumerate(chosen):
             trained[i] = first + n
     splits = isinstance(function, SplitActivations)
-    return TracedStep(jaxpr, list(to_arrays(dynamic)), arrays, fixed, trained, len(rows), splits)
+    return TracedStep(jaxpr, list(to_arrays(dynamic)), fixed, trained, len(rows), splits)
 
 
 def _is_state(x: Any) -> bool:

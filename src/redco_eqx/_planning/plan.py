@@ -18,7 +18,7 @@ from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._birth import trace_arrays
-from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._dataflow.engine import Analysis, with_activations
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, memory_of, num_flops
@@ -222,7 +222,10 @@ def plan(
         @functools.cache  # independent of how many of the other devices `fsdp` has, if any
         def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
             fsdp = len(on.devices) // tensor if has_fsdp else 1
-            return analyse(traced, shapes, make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices))
+            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices)
+            found = analyse(traced, shapes, mesh)
+            split = with_activations(found, mesh) if traced.splits else None
+            return [found] if split is None else [found, split]
 
         for mesh in on_meshes:
             tensor, num_shards, has_fsdp = mesh.shape["tensor"], num_batch_shards(mesh), mesh.shape["fsdp"] > 1

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -49,7 +49,7 @@ class Explanation:
     - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
     - `mesh`: the mesh that the layout is for.
     - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
-        analysis of the program cannot follow).
+        analysis of the program cannot follow). For a loss from `split_activations`, those with its activations.
     - `with_activations`: the same for `split_activations(loss_fn)`. It is `None` if `loss_fn` is the result of
         `split_activations`, if no program decided, if the mesh has no `tensor` axis, or if the choice takes
         minutes. `str()` shows it if it is less by more than 10%. The first access computes it, in 2 seconds of
@@ -60,21 +60,34 @@ class Explanation:
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
     _analysis: "Analysis | None" = None
-    _with_activations: "Callable[[], Prediction | None] | None" = None
 
     @functools.cached_property
     def communication(self) -> "Prediction | None":
-        dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
-        laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        if laid_out is None:
+        found = self._laid_out
+        if found is None:
             return None
+        from redco_eqx._dataflow.engine import with_activations
         from redco_eqx._dataflow.prediction import predict_communication
 
-        return predict_communication(laid_out, self.stored)
+        split = with_activations(found, self.mesh) if found.traced.splits else None
+        return predict_communication(split or found, self.stored)
 
     @functools.cached_property
     def with_activations(self) -> "Prediction | None":
-        return None if self._with_activations is None else self._with_activations()
+        found = self._laid_out
+        if found is None or found.traced.splits:
+            return None
+        from redco_eqx._dataflow.engine import with_activations
+        from redco_eqx._dataflow.prediction import predict_communication
+
+        split = with_activations(found, self.mesh, is_quick=True)
+        return None if split is None else predict_communication(split, self.stored)
+
+    @property
+    def _laid_out(self) -> "Analysis | None":
+        """The analysis with the overrides, or `None` if it cannot follow them."""
+        dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
+        return None if self._analysis is None else self._analysis.laid_out(dims)
 
     @property
     def stored(self) -> "dict[str, Stored]":

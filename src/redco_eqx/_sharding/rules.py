@@ -4,7 +4,6 @@ The layout comes from the program that uses the model, or else from paths, types
 accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They place no arrays.
 """
 
-import dataclasses
 import fnmatch
 import math
 import warnings
@@ -35,7 +34,6 @@ from redco_eqx._sharding.roles import Role, tensor_roles
 
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
     from redco_eqx._dataflow.engine import Analysis
-    from redco_eqx._dataflow.prediction import Prediction
     from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
@@ -134,22 +132,7 @@ def explain(
     model = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, model
     )
-    analysis = analysis_of(model, mesh, loss_fn, batch, chosen)
-    found = explain_by(analysis, model, mesh, chosen)
-    if analysis is None or analysis.traced.splits or axis_size(mesh, "tensor") == 1:
-        return found
-
-    def with_activations() -> "Prediction | None":
-        from redco_eqx._dataflow.activations import choose_with_activations
-
-        fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-        try:
-            split = choose_with_activations(analysis, mesh, fixed=fixed, is_quick=True)
-        except ValueError:  # none has the splits of the overrides, or it would take minutes
-            return None
-        return explain_by(split, model, mesh, chosen).communication
-
-    return dataclasses.replace(found, _with_activations=with_activations)
+    return explain_by(analysis_of(model, mesh, loss_fn, batch, chosen), model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -193,7 +176,7 @@ def analysis_of(
 
     traced = trace_step(loss_fn, model, batch)
     try:
-        return analyse(traced, model, mesh, chosen)[-1]
+        return analyse(traced, model, mesh, chosen)
     except Exception as error:
         why = f"({type(error).__name__}: {error}, with JAX {jax.__version__})"
         text = f"shard_rules: the program could not be read {why}. Names and shapes decide. Please report this."
@@ -206,12 +189,8 @@ def analyse(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
-) -> "list[Analysis]":
-    """Weigh every split in the traced program of a model, and choose a layout of the parameters.
-
-    If the loss is marked with `split_activations` and the mesh has `tensor`, the second result is the layout of
-    parameters and activations.
-    """
+) -> "Analysis":
+    """Weigh every split in the traced program of a model, and choose a layout of the parameters."""
     from redco_eqx._dataflow.engine import choose_layout, weigh
 
     tensor = axis_size(mesh, "tensor")
@@ -227,17 +206,7 @@ def analyse(
     analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
     given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    layout = choose_layout(analysis, given=given, fixed=fixed)
-    if not traced.splits or tensor == 1:
-        return [layout]
-    from redco_eqx._dataflow.activations import choose_with_activations
-
-    try:
-        return [layout, choose_with_activations(layout, mesh, fixed=fixed)]
-    except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
-        text = f"shard_rules: activations do not count in this layout: {error}."
-        warnings.warn(text, ShardingWarning, stacklevel=5)
-        return [layout, layout]
+    return choose_layout(analysis, given=given, fixed=fixed)
 
 
 def explain_by(

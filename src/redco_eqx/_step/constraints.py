@@ -27,7 +27,7 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
     try:
         walk = walk_through(traced)
         values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), compiler_of(mesh).merges)
-        solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
+        solution = solve(values, {i: dims.get(path) for i, path in enumerate(traced.paths)})
     except Exception as error:  # no solution, or a program of a newer JAX: it runs unchanged
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)
         return traced.jaxpr

@@ -200,7 +200,7 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
     jaxpr = program.closed.jaxpr
     first = len(jaxpr.outvars) - len(params)
     trained = [first + i if is_gradient and i < len(params) else None for i in range(len(names))]
-    traced = TracedStep(jaxpr, names, [], [], trained, len(jax.tree.leaves(batch)))
+    traced = TracedStep(jaxpr, names, [], trained, len(jax.tree.leaves(batch)))
     dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
     return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
 
