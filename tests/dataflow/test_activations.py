@@ -21,8 +21,6 @@ from quickstart import Transformer
 
 import redco_eqx as rx
 from redco_eqx._dataflow import search, solution
-from redco_eqx._dataflow.choice import PENDING, WHOLE
-from redco_eqx._dataflow.solution import collective_of
 from redco_eqx._sharding import rules
 from redco_eqx._step import constraints
 
@@ -41,12 +39,6 @@ OF_PARAMETERS: dict[str, float] = {"rtol": 2e-5, "atol": 2e-6}
 OF_SUMS: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 OF_LOGITS: dict[str, float] = {"rtol": 1e-4, "atol": 1e-5}
 OF_LOSSES: dict[str, float] = {"rtol": 1e-5}
-
-
-def test_a_change_of_layout_has_the_name_of_its_collective() -> None:
-    changes = {"all-reduce": (PENDING, WHOLE), "reduce-scatter": (PENDING, 0), "all-gather": (0, WHOLE)}
-    for name, change in {**changes, "all-to-all": (0, 1)}.items():
-        assert collective_of(*change) == name
 
 
 def block(layer: Any, x: Any) -> Any:

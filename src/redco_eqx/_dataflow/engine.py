@@ -23,7 +23,7 @@ from redco_eqx._dataflow.search import (
     without_numbers,
     worth,
 )
-from redco_eqx._dataflow.solution import OVER_BATCH, Solution, solve
+from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import STATE, TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
@@ -160,29 +160,10 @@ class Analysis:
     def sent(self, *, merged: bool) -> tuple[float, float]:
         """Bytes that a device sends over `tensor`, and for sums over the batch axes."""
         if self.solution is not None:
-            batch = self.solution.sent.get(OVER_BATCH, 0.0)
-            return sum(self.solution.sent.values()) - batch, batch
+            return self.solution.sent
         sent, over_batch = self.simulated, self.costs.leads.over_batch
         batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
         return sent.num_bytes(merged=merged) - batch, batch
-
-    def by_place(self) -> dict[str, float]:
-        """Bytes that a device sends over `tensor` and the batch axes, by what sends them, in words."""
-        if self.solution is not None:
-            return self.solution.sent
-        groups: dict[tuple[str, int], list[Split]] = {}
-        for split in (self.costs.splits[number] for number in dict.fromkeys(self.layout.values())):
-            name = without_numbers(self.traced.paths[next(iter(split.leaves))])
-            groups.setdefault((name, len(split.leaves)), []).append(split)
-        sizes = {"over the batch axes, gradients before all": self.sent(merged=True)[1]}
-        for (_, num_leaves), group in groups.items():
-            leaf, dim = next(iter(group[0].leaves.items()))
-            name = f"dim {dim} of {self.traced.paths[leaf]}, {factors(self.walk.parameters[leaf].dims[dim])}"
-            name += f", and {num_leaves - 1} more" if num_leaves > 1 else ""
-            name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
-            sends = largest_sends([pair for split in group for pair in split.sent])
-            sizes[f"for {name}: {sends}"] = sum(x.num_bytes(merged=True) for x in group)
-        return sizes
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The analysis with a layout that splits these dims, by path, or `None` if its cost is not known."""

@@ -115,14 +115,12 @@ class Prediction:
         are split alike sends less, if its parameters take as little memory. Bytes over `fsdp` are not compared.
         If this layout has splits that meet, the bound holds for any layout: then only gradients count. 0 if an
         operation is not understood.
-    - `lines`: the places that send, most bytes first.
     - `opaque`: operations that are not understood. They are assumed to need their operands whole.
     """
 
     num_bytes: float
     num_bytes_unmerged: float
     at_least: float
-    lines: tuple[str, ...]
     opaque: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -132,9 +130,9 @@ class Prediction:
         if self.at_least > 0:
             gap = f"{self.num_bytes / self.at_least:.2f}"
             total += f"; lower bound with as little memory: {size_text(self.at_least)}, ratio {gap}"
-        unknown = [f"operations without a rule, assumed to need whole operands: {', '.join(self.opaque)}"]
-        lines = [total, *(f"  {line}" for line in self.lines), *(unknown if self.opaque else [])]
-        return "\n".join(lines)
+        if self.opaque:
+            total += f"\noperations without a rule, assumed to need whole operands: {', '.join(self.opaque)}"
+        return total
 
 
 class Stored(NamedTuple):
@@ -230,14 +228,11 @@ def sent_by_axes(
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """Predict the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     *_, gathered = sent = sent_by_axes(analysis, stored, GPU)
-    sizes = {**analysis.by_place(), "over fsdp: weights gathered, and parts of their gradients": gathered}
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
     opaque = analysis.walk.opaque
     least = 0.0 if analysis.solution or opaque else lower_bound(analysis, merged=True)
     return Prediction(
         num_bytes=sum(sent),
         num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
         at_least=min(least + gathered, sum(sent)) if least > 0 else 0.0,
-        lines=tuple(f"{size_text(size)} {name}" for name, size in ordered if size > 0),
         opaque=tuple(f"{name} ({len(x)}, first at {short_line(x[0])})" for name, x in opaque.items()),
     )

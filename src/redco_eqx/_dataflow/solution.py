@@ -19,18 +19,14 @@ MADE = 0.003
 computes less wins. Work is weighed as for layouts of only the parameters."""
 
 
-OVER_BATCH = "over the batch"
-"""A kind of bytes sent, beside those of collectives over `tensor`."""
-
-
 class Solution(NamedTuple):
-    """The states of groups, the strategies of operations, and the bytes that a device sends by the ring, by
-    kind."""
+    """The states of groups, the strategies of operations, and the bytes that a device sends by the ring: over
+    `tensor`, and over the batch axes."""
 
     values: Values
     states: dict[int, State]
     strategies: list[Strategy]
-    sent: dict[str, float]
+    sent: tuple[float, float]
 
     def state(self, value: Value) -> State:
         """The state of the group of a value."""
@@ -105,7 +101,7 @@ class _Search:
         self.cost: list[float] = []
         self.integer: list[bool] = []
         self.rows: list[Constraint] = []
-        self.sends: list[Sequence[tuple[str, float]]] = []
+        self.sends: list[tuple[float, float]] = []
         self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
         self.strategies: list[dict[int, int]] = []
         self.changes: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
@@ -137,13 +133,13 @@ class _Search:
             self.strategies.append(known[kind])
 
     def variable(
-        self, price: float, sends: Sequence[tuple[str, float]] = (), *, is_integer: bool = False
+        self, price: float, sends: tuple[float, float] = (0.0, 0.0), *, is_integer: bool = False
     ) -> int:
         """Add a variable between 0 and 1, and return its index.
 
-        It costs `price`, and the bytes that it `sends`, by kind.
+        It costs `price`, and the bytes that it `sends`, over `tensor` and over the batch axes.
         """
-        self.cost.append(sum((size for _, size in sends), price))
+        self.cost.append(price + sum(sends))
         self.sends.append(sends)
         self.integer.append(is_integer)
         return len(self.cost) - 1
@@ -180,8 +176,8 @@ class _Search:
             is_taken = all(map(self.can_be, operation.operands, strategy.takes))
             if is_taken and all(strategy.gives[place] in (WHOLE, PENDING) for place, _ in closed):
                 work = WORK * strategy.work * operation.times[0] / self.depth
-                sent = (self.sent(operation, x, strategy.gives[place], WHOLE) for place, x in closed)
-                numbers[i] = self.variable(work, list(itertools.chain(*sent)), is_integer=True)
+                sent = [self.sent(operation, x, strategy.gives[place], WHOLE) for place, x in closed]
+                numbers[i] = self.variable(work, added(sent), is_integer=True)
         self.one_of(numbers.values())
         chosen = [(operation.strategies[i], j) for i, j in numbers.items()]
         for place, value in enumerate(operation.operands):
@@ -198,13 +194,13 @@ class _Search:
 
     def sent(
         self, operation: Operation, value: Value, given: State, own: State, is_late: bool = False
-    ) -> list[tuple[str, float]]:
-        """The bytes that are sent, by kind, if a result in state `own` is needed in state `given`."""
-        times = operation.times[1]
-        found = [(collective_of(given, own), times * self.values.change(value, given, own))]
+    ) -> tuple[float, float]:
+        """The bytes that are sent, over `tensor` and over the batch axes, if a result in state `own` is needed
+        in state `given`."""
+        times, batch = operation.times[1], 0.0
         if operation.over_batch:
-            found.append((OVER_BATCH, times * self.values.over_batch(value, given, own, is_late)))
-        return found
+            batch = self.values.over_batch(value, given, own, is_late)
+        return times * self.values.change(value, given, own), times * batch
 
     def flow(
         self,
@@ -231,12 +227,11 @@ class _Search:
             price = self.values.change(value, *way)
             if price == math.inf or (is_stack and own != end[0] and own in (state for state, _ in by_end)):
                 continue
-            sends = [] if shares else self.sent(operation, value, *way, end[1])
+            sends = (0.0, 0.0) if shares else self.sent(operation, value, *way, end[1])
             flows[own, end] = self.variable(0.0, sends)
             price *= operation.times[0]  # 0 in a scan of no steps
             for readers, share in shares.items() if price else ():
-                key = readers, collective_of(*way), *map(place, way)
-                self.changes[key].append((flows[own, end], price * share))
+                self.changes[readers, *map(place, way)].append((flows[own, end], price * share))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])
         for end, several in by_end.items():
@@ -246,8 +241,8 @@ class _Search:
         """Solve the integer program. Raises `ValueError` if there is no solution."""
         if is_quick and len(self.cost) > 40_000:
             raise ValueError(f"the integer program has {len(self.cost)} variables")
-        for (_, name, *_), several in self.changes.items():  # a change that several operations need counts once
-            once = self.variable(0.0, [(name, max(price for _, price in several))])
+        for several in self.changes.values():  # a change that several operations need counts once
+            once = self.variable(0.0, (max(price for _, price in several), 0.0))
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
         found = cheapest(
             self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=1 if is_quick else 200
@@ -256,14 +251,10 @@ class _Search:
         every = {group: states.get(group, WHOLE) for group in self.values.states}
         best = [max(numbers, key=lambda i: found[numbers[i]]) for numbers in self.strategies]
         strategies = [o.strategies[i] for o, i in zip(self.values.operations, best)]
-        sent: dict[str, float] = defaultdict(float)
-        for name, size in itertools.chain(*(sends for x, sends in zip(found, self.sends) if x > 0.5)):
-            sent[name] += size
-        return Solution(self.values, every, strategies, {name: size for name, size in sent.items() if size})
+        sent = added([sends for x, sends in zip(found, self.sends) if x > 0.5])
+        return Solution(self.values, every, strategies, sent)
 
 
-def collective_of(before: State, after: State) -> str:
-    """The kind of collective that changes a value from one state to another."""
-    if before == PENDING:
-        return "all-reduce" if after == WHOLE else "reduce-scatter"
-    return "all-gather" if after == WHOLE else "all-to-all"
+def added(sent: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Add the bytes over `tensor`, and those over the batch axes."""
+    return sum(one for one, _ in sent), sum(other for _, other in sent)
