@@ -24,7 +24,7 @@ import optax
 from workloads import COMPILER_OPTIONS, table
 
 import redco_eqx as rx
-from redco_eqx._base.compiler import compiler_of
+from redco_eqx._base.compiler import merges
 from redco_eqx._planning.targets import find_target
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -113,9 +113,8 @@ def measured(row: Row, target: str | None) -> list[str]:
         begun = time.process_time()
         explanation = rx.explain(abstract, mesh, loss_fn=loss_fn, batch=row.batch)
         assert explanation.communication is not None
-        merges = compiler_of(mesh).merges
         found = explanation.communication
-        predicted = found.num_bytes if merges else found.num_bytes_unmerged
+        predicted = found.num_bytes if merges(mesh) else found.num_bytes_unmerged
         seconds = time.process_time() - begun
 
         def lay(x: Any, sharding: Any) -> Any:

@@ -29,7 +29,6 @@ from published import GROUPS, Opened, open_model
 from workloads import MIB, run_alone
 
 import redco_eqx as rx
-from redco_eqx._base.compiler import CPU
 from redco_eqx._dataflow.prediction import lower_bound, over_fsdp
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analyse, explain_by
@@ -51,7 +50,7 @@ def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
     analysis = analyse(traced, shapes, on)
     stored = explain_by(analysis, shapes, on).stored
     marks.append(time.monotonic())
-    least = lower_bound(analysis, merged=False) + over_fsdp(analysis, stored, CPU)
+    least = lower_bound(analysis, merged=False) + over_fsdp(analysis, stored, merged=False)
     found: dict[str, Any] = {
         "parameters": model.num_parameters,
         "traced_seconds": marks[1] - marks[0],

@@ -1,32 +1,22 @@
-"""Properties of XLA's compilers for CPUs, GPUs and TPUs that decide how many bytes a layout sends."""
+"""Properties of XLA's compilers for CPUs, GPUs and TPUs that decide how many bytes a layout sends.
 
-from typing import NamedTuple
+They were measured on their programs (`benchmarks/plans.py`, `collectives.py`).
+"""
 
 from jax.sharding import AbstractMesh, Mesh
 
 
-class Compiler(NamedTuple):
-    """Properties of a compiler, as measured on its programs (`benchmarks/plans.py`, `collectives.py`).
+def merges(mesh: Mesh | AbstractMesh) -> bool:
+    """True if the compiler adds the results of products before it sums them over devices, and makes
+    reduce-scatters.
 
-    - `merges`: it adds the results of products before it sums them over devices, and makes reduce-scatters.
-    - `keeps_whole`: it keeps all whole gradients of a list of layers until the end of a step. Then gathered
-        weights can be kept from forward to backward for no more memory.
-    - `narrows`: it gathers float32 weights in bfloat16 if only products at the default precision read them.
+    The others keep all whole gradients of a list of layers until the end of a step. Then gathered weights can
+    be kept from forward to backward for no more memory. Of a mesh without devices, no compiler is known.
     """
-
-    merges: bool
-    keeps_whole: bool
-    narrows: bool
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
 
 
-CPU = Compiler(merges=False, keeps_whole=True, narrows=False)
-GPU = Compiler(merges=True, keeps_whole=False, narrows=False)
-TPU = Compiler(merges=True, keeps_whole=False, narrows=True)
-UNKNOWN = Compiler(merges=False, keeps_whole=False, narrows=False)
-
-
-def compiler_of(mesh: Mesh | AbstractMesh) -> Compiler:
-    """The compiler for the devices of a mesh; `UNKNOWN` for a mesh without devices."""
-    if not isinstance(mesh, Mesh):
-        return UNKNOWN
-    return {"cpu": CPU, "tpu": TPU}.get(mesh.devices.flat[0].platform, GPU)
+def narrows(mesh: Mesh | AbstractMesh) -> bool:
+    """True if the compiler gathers float32 weights in bfloat16 if only products at the default precision read
+    them."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"

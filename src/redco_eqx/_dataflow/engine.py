@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._base.compiler import compiler_of
+from redco_eqx._base.compiler import merges
 from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
@@ -313,7 +313,7 @@ def with_activations(
     costs = analysis.costs
     if costs.tensor == 1:
         return None
-    values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, merges(mesh))
     dims = {leaf: analysis.dim_of(leaf) for leaf in range(len(analysis.traced.paths))}
     try:
         return dataclasses.replace(analysis, solution=solve(values, dims, is_quick=is_quick))

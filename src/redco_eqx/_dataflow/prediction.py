@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
-from redco_eqx._base.compiler import CPU, GPU, Compiler
 from redco_eqx._base.jaxprs import dtype_of
 from redco_eqx._base.tree import ring_bytes, size_text
 from redco_eqx._dataflow.engine import Analysis
@@ -147,14 +146,16 @@ class Stored(NamedTuple):
     num_summed: int
 
 
-def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler) -> float:
+def over_fsdp(
+    analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, narrowed: bool = False
+) -> float:
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
     An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
     of summing it whole saves as much as a gather over `fsdp` sends. The blocks in `ENDS` gather once, several
-    of them the same, and scatter: each of them, or with compilers that merge, once. Where a compiler keeps
-    whole gradients, and where activations are split, `train_step` gathers arrays only once that are used
-    outside of loops.
+    of them the same, and scatter: each of them, or with compilers that merge, once. With the
+    others, and where activations are split, `train_step` gathers arrays only once that are used outside of
+    loops. `merged` and `narrowed` are the answers of `merges` and `narrows` for the mesh.
     """
     uses = defaultdict[int, list[tuple[str, Value, float]]](list)
     in_loops, read_wide = set[int](), set[int]()
@@ -175,28 +176,28 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compil
         size = min(whole, used / (1 if analysis.dim_of(leaf) is None else analysis.costs.tensor))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = [block for block, *_ in uses[leaf]]
-        most = 1 if (compiler.keeps_whole or analysis.solution) and leaf not in in_loops else 2
-        num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
+        most = 1 if (not merged or analysis.solution) and leaf not in in_loops else 2
+        num_gathers, num_scatters = min(most, len(uses[leaf])), merged and is_trained
         if set(blocks).issubset(ENDS):
             # Each lookup has a gradient. The head has one, although it is used forward and backward.
             num_gradients = blocks.count(ENDS[0]) + (ENDS[1] in blocks)
-            num_gathers, num_scatters = 1, (1 if compiler.merges else num_gradients) * is_trained
+            num_gathers, num_scatters = 1, (1 if merged else num_gradients) * is_trained
         if num_parts == analysis.costs.num_shards and analysis.costs.tensor == 1:
-            total -= _saved_by_lookups(analysis, leaf, num_parts, compiler)
-        gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
+            total -= _saved_by_lookups(analysis, leaf, num_parts, merged=merged)
+        gathered = num_gathers * (0.5 if narrowed and leaf not in read_wide else 1.0)
         total += gathered * ring_bytes("all-gather", size, num_parts)
         total -= num_scatters * ring_bytes("reduce-scatter", size / num_summed, num_summed)
     return total
 
 
-def _saved_by_lookups(analysis: Analysis, leaf: int, num_parts: int, compiler: Compiler) -> float:
+def _saved_by_lookups(analysis: Analysis, leaf: int, num_parts: int, *, merged: bool) -> float:
     """Bytes that lookups outside the blocks save if the table is stored split: each device takes the rows that
     belong to its part, instead of summing the gradient of the whole table."""
     gradient = analysis.walk.gradients[leaf]
     sums = () if gradient is None else gradient.sums
-    if compiler.merges and len(sums) > 1:  # the gradients of all uses are added first
+    if merged and len(sums) > 1:  # the gradients of all uses are added first
         return 0.0
-    kind = "all-gather" if compiler.merges else "all-reduce"  # scattering has saved one half already
+    kind = "all-gather" if merged else "all-reduce"  # scattering has saved one half already
     saved = 0.0
     for event in sums:
         if event.equation.primitive.name.startswith("scatter") and event.block not in ENDS:
@@ -219,20 +220,20 @@ def _reads_narrow(equation: JaxprEqn) -> bool:
 
 
 def sent_by_axes(
-    analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler
+    analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, narrowed: bool = False
 ) -> tuple[float, float, float]:
     """Bytes that a layout sends over `tensor`, for sums over the batch axes, and for arrays stored split."""
-    return *analysis.sent(merged=compiler.merges), over_fsdp(analysis, stored, compiler)
+    return *analysis.sent(merged=merged), over_fsdp(analysis, stored, merged=merged, narrowed=narrowed)
 
 
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """Predict the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
-    *_, gathered = sent = sent_by_axes(analysis, stored, GPU)
+    *_, gathered = sent = sent_by_axes(analysis, stored, merged=True)
     opaque = analysis.walk.opaque
     least = 0.0 if analysis.solution or opaque else lower_bound(analysis, merged=True)
     return Prediction(
         num_bytes=sum(sent),
-        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
+        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False)),
         at_least=min(least + gathered, sum(sent)) if least > 0 else 0.0,
         opaque=tuple(f"{name} ({len(x)}, first at {short_line(x[0])})" for name, x in opaque.items()),
     )

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
-from redco_eqx._base.compiler import compiler_of
+from redco_eqx._base.compiler import merges, narrows
 from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._birth import trace_arrays
@@ -230,9 +230,9 @@ def plan(
         for mesh in on_meshes:
             tensor, num_shards, has_fsdp = mesh.shape["tensor"], num_batch_shards(mesh), mesh.shape["fsdp"] > 1
             local = jax.tree.map(functools.partial(_placed, sharding=batch_sharding(mesh)), batch)
-            compiler = compiler_of(mesh)
+            merged = merges(mesh)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
-            is_for_each = has_fsdp or not compiler.merges
+            is_for_each = has_fsdp or not merged
             for splits, found in enumerate(analyses(tensor, has_fsdp)):
                 own_options = {**values, "split_activations": bool(splits)} if traced.splits else values
                 explained = explain_by(found, shapes, mesh)
@@ -241,7 +241,7 @@ def plan(
                 memory, work = memory_of(state, local), found.costs.work
                 share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
                 own = flops / num_shards * (share / tensor + 1 - share)
-                once, *for_batch = sent_by_axes(found, explained.stored, compiler)
+                once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, narrowed=narrows(mesh))
                 for count in counts:
                     if num_rows % (num_shards * count) == 0:
                         sent = once + sum(for_batch) * (count if is_for_each else 1)

@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from redco_eqx._base.compiler import compiler_of
+from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, abstract, in_body, shape_of, type_of
 from redco_eqx._base.tree import is_key
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
@@ -26,7 +26,7 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
     """Lay out each value in the program of a step. `tensor` splits the `dims` of parameters, by path."""
     try:
         walk = walk_through(traced)
-        values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), compiler_of(mesh).merges)
+        values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), merges(mesh))
         solution = solve(values, {i: dims.get(path) for i, path in enumerate(traced.paths)})
     except Exception as error:  # no solution, or a program of a newer JAX: it runs unchanged
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)

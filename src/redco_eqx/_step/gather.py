@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[rep
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._base.compiler import compiler_of
+from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     ELEMENTWISE,
@@ -109,7 +109,7 @@ def gather_where_used(
         return program, None
     # If a weight needs no gather, it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
-    keep = compiler_of(mesh).keeps_whole if reshard is None else not reshard
+    keep = isinstance(mesh, Mesh) and not merges(mesh) if reshard is None else not reshard
     walk = _Walk(keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
     # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2, no issue known).
