@@ -45,11 +45,11 @@ class WithState(ByEpoch):
         self.at = 0
 
     def state_dict(self) -> Any:
-        return {"at": np.int64(self.at), 3: (b"\x00\xff", None, 0.5)}
+        return {"at": self.at, 3: (b"\x00\xff", None, 0.5)}
 
     def load_state_dict(self, state: Any) -> None:
         assert state[3] == (b"\x00\xff", None, 0.5)
-        self.at = int(state["at"])
+        self.at = state["at"]
 
 
 class StatefulIterator:

@@ -128,7 +128,7 @@ def test_only_one_file_knows_what_jax_keeps_private():
 
 
 CEILINGS = {
-    "code lines": 9_850,
+    "code lines": 9_300,
     "code lines of models": 6_300,
     "files": 79,
     "rooms": 12,

@@ -1,5 +1,6 @@
 """Streams: every example once and in order, the position of what was consumed, and going on from there."""
 
+import ast
 import dataclasses
 import json
 from typing import Any
@@ -11,13 +12,13 @@ import stream_sources
 from fit_helpers import MESHES, no_threads_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_sources import KINDS, WITH_STATE, WithState, generate, order, taken
+from stream_sources import KINDS, WITH_STATE, WithState, order, taken
 
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Place
-from redco_eqx._data.streams import checksum, state_from_text, state_to_text
+from redco_eqx._data.streams import checksum, state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
 BATCH_SIZE = 8
@@ -69,7 +70,6 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(kind, prefet
     whole = taken(epochs_of(new()), 8)
     assert [x for x, _ in whole] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(8)]
     assert [(p.epoch, p.batch) for _, p in whole] == [divmod(i, 3) for i in range(1, 9)]
-    assert not any(place.is_end for _, place in whole)
     for at in range(1, 7):
         _, place = taken(epochs_of(new()), at)[-1]
         positions, said = json.loads(json.dumps(place.positions)), []  # as a checkpoint has them
@@ -145,7 +145,7 @@ def test_one_item_that_is_another_is_refused():
 
 
 def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_again():
-    for state in (None, state_to_text({"at": np.int64(7), 3: (b"\x00\xff", None, 0.5)})):  # of earlier versions
+    for state in (None, state_to_text({"at": 7, 3: (b"\x00\xff", None, 0.5)})):  # of earlier versions
         found, expected, (said,) = resumed(lambda: WithState(range(NUM)), positions=[(0, 1, 16, state)])
         assert found == expected
         assert "read again from its beginning: 16" in said
@@ -199,19 +199,6 @@ def test_a_state_does_not_stay_in_the_users_iterable():
     assert taken(epochs_of(rx.Stream(source)), 2) == whole
 
 
-@pytest.mark.parametrize("kind", [generate, stream_sources.StatefulIterator])
-def test_an_iterator_is_read_once(kind):
-    def once() -> Any:
-        return rx.Stream(kind(range(NUM), 0))
-
-    found = taken(epochs_of(once()), 10)
-    assert [x for x, _ in found] == [order(NUM, 0)[i * 8 :][:8] for i in range(3)]
-    assert [place.is_end for _, place in found] == [False, False, True]
-    _, place = taken(epochs_of(once()), 1)[-1]
-    assert [x for x, _ in taken(epochs_of(once()), 10, place)] == [x for x, _ in found[1:]]
-    assert taken(epochs_of(once()), 10, Place(1, 0, None, found[-1][1].positions)) == []
-
-
 def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
     stream = rx.Stream(lambda epoch: (order(NUM, epoch)[i : i + 8] for i in (0, 8, 16)), batched=True)
     found = taken(epochs_of(stream), 5)
@@ -238,23 +225,21 @@ def test_an_error_arrives_at_its_batch():
 
 # States as text
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 STATES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none() | st.booleans() | st.integers() | FINITE | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
 )
 
 
 @given(STATES)
 def test_a_state_comes_back_as_it_is(state):
-    assert repr(state_from_text(state_to_text(state) or "")) == repr(state)
+    assert repr(ast.literal_eval(state_to_text(state) or "")) == repr(state)
 
 
-def test_arrays_come_back_and_other_objects_do_not():
-    for x in (np.arange(6, dtype=np.uint8).reshape(2, 3), np.float32(0.5), np.array([1 + 2j])):
-        found = state_from_text(state_to_text({"x": [x]}) or "")["x"][0]
-        assert (found.dtype, found.shape) == (x.dtype, x.shape)
-        np.testing.assert_array_equal(found, x)
-    assert state_to_text({"x": object()}) is None
+def test_a_state_with_other_objects_has_no_text():
+    for x in (object(), np.arange(3), np.float32(0.5), float("nan"), ids):
+        assert state_to_text({"x": [x]}) is None
 
 
 # What all processes must read alike
@@ -292,7 +277,6 @@ def int_as_any() -> Any:
 
 
 def test_errors():
-    by_epoch = rx.Stream(lambda epoch: int_as_any())
     more: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
     shorter = r"24 items of epoch 0, but the stream now gives only 20"
     moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
@@ -301,7 +285,7 @@ def test_errors():
         (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
         (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 does not fill one batch"),
-        (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
+        (lambda: rx.Stream(iter([1])), TypeError, r"list_iterator, but must be .* read more than once"),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
         (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
         (lambda: rx.batches(rx.Stream([1]), ids, remainder="pad", **more), ValueError, r"'pad'.*list\("),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +88,12 @@ def through_train_step(
         loss, gradients = jax.jit(jax.vmap(loss_and_gradients, (0, None)))(stacked, batch)
         return jax.device_get({"loss": loss, **gradients}), {}
     compiled = jax.jit(loss_and_gradients).lower(states[0], batch).compile()
-    sent = rx.communication(compiled, mesh).by_kind if spec.get("collectives") else {}
+    sent: Counter[str] = Counter()
+    for x in rx.communication(compiled, mesh) if spec.get("collectives") else ():
+        sent[x.kind] += x.total_bytes
     loss, gradients = compiled(states[0], batch)
     found = jax.device_get({"loss": loss, **gradients})
-    return found, {kind: total.result_bytes for kind, total in sent.items()}
+    return found, dict(sent)
 
 
 def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:

@@ -1,5 +1,6 @@
 """`TrainState`, `init_state`, and `init_model`."""
 
+import time
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import optax
 import pytest
 from fit_helpers import Normed, assert_identical, counting_step, paired, raised
 from helpers import KEY, assert_close, assert_refused, assert_same_layout, by_path, place
+from jax.sharding import NamedSharding, PartitionSpec
 
 from redco_eqx import TrainState, init_model, init_state, make_mesh, shard_rules, to_arrays
 from redco_eqx._sharding.mesh import replicated
@@ -153,6 +155,15 @@ def test_the_abstract_state_is_the_shape_of_the_concrete_one(mesh):
             assert model is abstract or x.sharding is not None, path
             assert x.sharding is None or x.sharding.is_equivalent_to(y.sharding, y.ndim), path
         assert jax.tree.structure(found) == jax.tree.structure(state)
+
+
+def test_a_callback_that_runs_meanwhile_is_waited_for():
+    """It needs Python's lock, and an array of the model waits for it."""
+    mesh = make_mesh(tensor=4)
+    step = jax.jit(lambda x: (jax.debug.callback(lambda _: time.sleep(0.2), x.mean()), 2 * x)[1])
+    model = [step(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data"))))]
+    state = init_state(eqx.filter_shard(model, shard_rules(model, mesh)), key=KEY)
+    np.testing.assert_array_equal(state.params["0"], 2 * np.ones((8, 8)))
 
 
 def test_init_state_under_transformations():

@@ -197,11 +197,6 @@ class Communication(tuple[Collective, ...]):
         return _total(self)
 
     @property
-    def by_kind(self) -> dict[str, Total]:
-        """`{"all-reduce": total}`, most bytes first."""
-        return _grouped(self, lambda c: c.kind)
-
-    @property
     def by_axes(self) -> dict[tuple[str, ...], Total]:
         """`{("tensor",): total}`, most bytes first. A collective over two axes has a key with both."""
         return _grouped(self, lambda c: c.axes)

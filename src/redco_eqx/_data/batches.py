@@ -59,7 +59,6 @@ class Epochs:
         self.num_batches = self.num_examples = self.order = self.positions = None
         check_batch_size("batches", batch_size, mesh)
         layout(mesh, batch_size)
-        self._is_once = isinstance(self._data, Stream) and self._data.is_once
         self.examples_of: Callable[[int], Any] = lambda _: None
         if isinstance(self._data, Stream):
             from redco_eqx._data import streams  # imported only for a stream
@@ -118,7 +117,7 @@ class Epochs:
         stream is read again up to it. `reading` has the options of `Reading`, whose `say` is called in the
         thread that reads the stream.
         """
-        while not (self._is_once and place.epoch > 0):
+        while True:
             yield from self.rest(place, key=key, **reading)
             place = Place(place.epoch + 1, 0, None)
 
@@ -161,7 +160,7 @@ class Epochs:
             made = _of_equal_shapes(made, self._mesh, start)
         if not isinstance(self._data, Stream):
             return made
-        end = Place(epoch + 1, 0, None, self.positions, is_end=self._is_once)
+        end = Place(epoch + 1, 0, None, self.positions)
         return _with_ends(made, self._mesh, start, end, is_whole=not self._data.sharded)
 
     def _jobs(self, examples: Examples, epoch: int, start: int, order: Permutation | None) -> Iterator[Job]:
@@ -286,7 +285,7 @@ class Batches(Iterator[Batch]):
         After the last batch of an epoch, these are the arguments for the next epoch. For a stream, all
         processes must read `place`, because each knows the position in only one shard.
         """
-        epoch, start, _, positions, _ = self._place
+        epoch, start, _, positions = self._place
         place: dict[str, Any] = {"epoch": epoch, "start": start}
         if positions is not None:
             shards = {shard[0]: list(shard) for of_process in from_all(positions) for shard in of_process}

@@ -74,20 +74,20 @@ class Stream:
     One thread reads the stream. It makes one batch more than `prefetch` ahead (three more with several
     processes), so that it knows in time where the stream ends. At the end of an epoch, training drops the
     examples that do not fill a batch. The next epoch then calls the function again, or iterates again. If the
-    iterable has a method `set_epoch(epoch)`, it is called first. An iterator can be read only once, so the
-    run ends when the iterator ends.
+    iterable has a method `set_epoch(epoch)`, it is called first.
 
     A resumed run continues after the last batch that it was trained on. To get there, it restores a state of
     the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`) and rereads these examples.
     For this, the iterable, or the iterator that it or the function returns, must have the methods `get_state`
-    and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by checksum), or
+    and `set_state`, or `state_dict` and `load_state_dict`, with a state of numbers, text, bytes and collections
+    of these. If the examples are not the same (by checksum), or
     if there is no state that far back, the run rereads the epoch from its beginning. If these examples are
     not the same either, `fit` refuses to continue, unless you pass `Checkpoints(allow_changes=True)`. A
     shuffle therefore needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared
     by content, other objects only by type and size.
 
-    - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
-        `DataLoader(batch_size=None)`), or a function from the epoch number to such an iterable.
+    - `examples`: an iterable that can be read more than once (`datasets.IterableDataset`, a Grain dataset or
+        loader, a `DataLoader(batch_size=None)`), or a function from the epoch number to an iterable.
     - `sharded`: the part that each process reads, if there are several. With `False`, each reads the whole
         stream, which must be the same on all, and keeps the rows that its devices need. With `True`, each reads
         one shard, the result of `examples(epoch, shard, num_shards)`. Processes whose devices need the same
@@ -97,7 +97,7 @@ class Stream:
         item itself and turns it into NumPy arrays.
     - `prefetch`, `num_workers`: see [`Data`][].
 
-    Raises `ValueError` for values that cannot be used together.
+    Raises `TypeError` for an iterator, and `ValueError` for values that cannot be used together.
     """
 
     examples: Iterable[Any] | Callable[..., Iterable[Any]]
@@ -109,10 +109,11 @@ class Stream:
 
     def __post_init__(self) -> None:
         check_workers("Stream", self.prefetch, self.num_workers)
-        if not self.is_function and not hasattr(self.examples, "__iter__"):
+        is_once = hasattr(self.examples, "__next__")
+        if is_once or not (self.is_function or hasattr(self.examples, "__iter__")):
             raise TypeError(
-                f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable, or a function "
-                "from the epoch number to one."
+                f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable that can be "
+                "read more than once, or a function from the epoch number to an iterable."
             )
         if self.sharded and not self.is_function:
             raise ValueError(
@@ -124,11 +125,6 @@ class Stream:
     def is_function(self) -> bool:
         """True if the examples are a function, which returns a new iterable for each epoch."""
         return callable(self.examples) and not hasattr(self.examples, "__iter__")
-
-    @property
-    def is_once(self) -> bool:
-        """True if the examples are an iterator, which can be read only once."""
-        return not self.is_function and hasattr(self.examples, "__next__")
 
 
 class Position(NamedTuple):
@@ -158,14 +154,12 @@ class Place(NamedTuple):
     - `num_batches`: `None` for a stream.
     - `positions`: the position in the shard of a stream that this process reads; in a record, the positions in
         all shards.
-    - `is_end`: true if no batch follows, because a stream that can be read only once has ended.
     """
 
     epoch: int
     batch: int
     num_batches: int | None
     positions: Sequence[Any] | None = None
-    is_end: bool = False
 
     @property
     def epochs_done(self) -> float:

@@ -76,16 +76,9 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"], dict[int, slice]]:
     """Return the sharding of a batch of this size, the rows of the batch that this process needs (in ascending
     order), and for each piece of the batch, by its first row, the part of these rows that it consists of.
-
-    Raises `ValueError` if this process has no device in the mesh.
     """
     sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
     indices = sharding.addressable_devices_indices_map((size,))
-    if not indices:
-        raise ValueError(
-            f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
-            "placed from it. Call batches only where the mesh has devices."
-        )
     rows = [np.arange(size)[index] for index in indices.values()]
     here = np.unique(rows)
     pieces = {int(x[0]): slice(n := int(np.searchsorted(here, x[0])), n + len(x)) for x in rows}

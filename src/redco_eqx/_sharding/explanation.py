@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import describe, size_text, table
-from redco_eqx._sharding.mesh import axes_in, axes_of, axis_size, stored_axes, tensor_dim
+from redco_eqx._sharding.mesh import axes_in, axis_size, stored_axes, tensor_dim
 
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
     from redco_eqx._dataflow.engine import Analysis
@@ -113,11 +113,6 @@ class Explanation:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         size = size_text(self.bytes_per_device)
         lines = [*table(rows), f"{size} per device, {len(self.decisions)} arrays on {mesh}"]
-        if any("fsdp" in axes_of(d.spec) for d in self.decisions.values()):
-            lines.append(
-                "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or "
-                "list of layers one layer at a time"
-            )
         plain, split = self.communication, self.with_activations
         if plain is not None:
             lines.append(str(plain))

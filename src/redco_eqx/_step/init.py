@@ -169,6 +169,8 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
     for path, x in arrays.items():
         if lack := excess_of(x) if isinstance(x, np.ndarray | np.generic) else lack_of_value(x):
             raise ValueError(f"init_state: {path} {lack}.")
+    # Reading an address keeps Python's lock while it waits, and a callback may need the lock before.
+    jax.block_until_ready(list(own.values()))
     check_apart("init_state", [(buffer, path) for path, x in own.items() for buffer in _buffers(x)])
 
 

@@ -80,7 +80,7 @@ class Due:
     finish: bool
 
 
-def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False) -> Due:
+def due(plan: Plan, run: RunRecord, *, stop: bool = False) -> Due:
     """List the things that are due at the current step of a run: after the step, or when the run resumes.
 
     **Arguments:**
@@ -89,9 +89,8 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False)
     - `run`: the run so far, with its evaluations, so that no step is evaluated twice.
     - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The checkpoint includes the
         metrics that are not logged yet. A run that does not save logs them instead.
-    - `is_end`: true if there are no more batches.
     """
-    is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
+    is_end = run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
     is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
     evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
     evaluate = evaluate and not stop and not run.is_evaluated

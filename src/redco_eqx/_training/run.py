@@ -175,16 +175,15 @@ class Training:
             if batch is not None:
                 self._step(batch, place)
             (stop,) = vote(self.interrupt.signal) or (0,)
-            what = functools.partial(due, self.plan, is_end=place.is_end)
-            now = what(self.run, stop=stop != 0)
+            now = due(self.plan, self.run, stop=stop != 0)
             if now.log:
                 self._log(place, None if stop else self.hook)
-                now = what(self.run, stop=stop != 0)  # the hook may have ended the run
+                now = due(self.plan, self.run, stop=stop != 0)  # the hook may have ended the run
             if now.finish:
                 self._catch_up()
             if self.evaluation is not None and now.evaluate:
                 stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
-                now = what(self.run, stop=stop != 0)
+                now = due(self.plan, self.run, stop=stop != 0)
             if self.saver is not None and (now.save or self.saver.is_best(self.run)):
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:
