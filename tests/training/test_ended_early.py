@@ -261,7 +261,7 @@ def test_an_index_outside_ends_the_run_at_its_step(loss: Any, name: str, value: 
     model = rx.init_model(lambda key: {"table": jax.random.normal(key, (16, 8))}, mesh, key=jax.random.key(0))
     state = rx.init_state(model, SGD, key=jax.random.key(1))
     run = functools.partial(fit, state, loss_fn=loss, num_steps=10, batch_size=8, donate=False)
-    for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
+    for given in (rx.Data(examples, shuffle=False), rx.Stream(examples)):
         error = raised(rx.errors.NonFiniteError, run, given, match="at step 2 ")
         assert int(error.state.step) == error.step == 2
     with jax.debug_nans(True):

@@ -17,7 +17,7 @@ import optax
 import pytest
 from fit_helpers import EXAMPLES, assert_same, compilations, counted, fit, linear_state, raised, scalar_loss
 from jax._src.array import ArrayImpl
-from stream_sources import KINDS, Unlike, generate, order
+from stream_sources import KINDS, Unlike, order
 
 import redco_eqx as rx
 from redco_eqx._data.batches import Batches
@@ -222,21 +222,6 @@ def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
     raised(ValueError, run, 5, match=r"first 12 items of epoch 0 differ from those read before the save")
     assert int(run(5, allow_changes=True).step) == 5
     assert "from those read before the save: continuing anyway" in capsys.readouterr().err
-
-
-def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
-    rows = tiny.Rows()
-    expected = fit(None, rx.Data([EXAMPLES[i] for i in order(22, 0)], shuffle=False), num_epochs=1)
-    arguments: Any = {"loggers": [rows], "evaluation": rx.Evaluation(EXAMPLES), "checkpoints": tmp_path}
-
-    def run() -> Any:
-        return fit(None, rx.Stream(generate(EXAMPLES, 0)), num_steps=100, **arguments)
-
-    assert_same(run(), expected)
-    assert [step for step, row in rows.rows if "eval/loss" in row] == [5]
-    checkpoints: Any = rx.list_checkpoints(tmp_path)
-    assert [(info.step, info.run.finished) for info in checkpoints] == [(5, True)]
-    assert_same(run(), expected)  # which has come to its end already
 
 
 # Places of `batches`, from which your own loop continues
