@@ -298,8 +298,7 @@ def choose_layout(
     layouts = [laid_out(choose(costs, **option)) for option in options]
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=analysis.score)
     other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
-    if other is not None:
-        layout = improve(layout, other, paths, len(analysis.walk.steps), decided, analysis.score)
+    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, analysis.score)
     return dataclasses.replace(analysis, layout=layout)
 
 

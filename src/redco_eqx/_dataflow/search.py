@@ -274,9 +274,14 @@ class Sent:
 SplitOfEach = dict[int, int]
 """For each parameter that is split, by index, the index of its split."""
 
-MAX_STEPS = 200_000
-"""The limit on operations that are simulated for layouts that take single splits from another layout; few
-programs need these."""
+SplitChange: TypeAlias = Mapping[int, int | None]
+"""For some parameters, the index of the split to take, or `None`."""
+
+MAX_STEPS = 50_000
+"""The limit on operations that are simulated for layouts that leave single parameters whole."""
+
+MAX_STEPS_TAKEN = 4 * MAX_STEPS
+"""The limit for layouts that take single splits from another layout; few programs need these."""
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:
@@ -303,28 +308,44 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
 
 def improve(
     layout: SplitOfEach,
-    other: SplitOfEach,
+    other: SplitOfEach | None,
     paths: Sequence[str],
     num_steps: int,
     fixed: Container[int],
     judge: Callable[[SplitOfEach], float],
 ) -> SplitOfEach:
-    """Adopt the splits of `other` that are better by more than rounding: in one place, or in all.
+    """Take parameters out of `layout` that are better left whole, such as routers beside split experts.
 
-    Splits of parameters that differ only in the numbers in their paths are tried together. The parameters in
+    Then adopt the splits of `other` that are better: `other` may be right in one place, or in all. Parameters
+    that differ only in the numbers in their paths are tried together, and so are those of one split. Those in
     `fixed` stay.
     """
-    differing: dict[int, SplitOfEach] = {}
+    left: dict[str, dict[int, int | None]] = {}
+    for leaf in (leaf for leaf in layout if leaf not in fixed):
+        left.setdefault(without_numbers(paths[leaf]), {})[leaf] = None
+    if len(left) * num_steps <= MAX_STEPS:
+        layout = _climb(layout, list(left.values()), judge)
+    if other is None:
+        return layout
+    differing: dict[int, dict[int, int | None]] = {}
     for leaf, number in other.items():
         if leaf not in fixed and layout.get(leaf) != number:
             differing.setdefault(number, {})[leaf] = number
-    taken: dict[frozenset[str], SplitOfEach] = {}
+    taken: dict[frozenset[str], dict[int, int | None]] = {}
     for part in differing.values():
         taken.setdefault(frozenset(without_numbers(paths[leaf]) for leaf in part), {}).update(part)
-    parts = [] if len(taken) * num_steps > MAX_STEPS else taken.values()
-    best = judge(layout)
-    for part in (*parts, None):
-        changed = other if part is None else {**layout, **part}
+    all_of_it = {leaf: other.get(leaf) for leaf in layout | other}
+    is_long = len(taken) * num_steps > MAX_STEPS_TAKEN
+    return _climb(layout, [*([] if is_long else taken.values()), all_of_it], judge)
+
+
+def _climb(
+    layout: SplitOfEach, changes: Sequence[SplitChange], judge: Callable[[SplitOfEach], float]
+) -> SplitOfEach:
+    """Apply to `layout`, in order, each change that makes it better by more than rounding."""
+    best = judge(layout) if changes else 0.0
+    for change in changes:
+        changed = {leaf: n for leaf, n in {**layout, **change}.items() if n is not None}
         if changed != layout and (found := judge(changed)) > best + 1e-3 * abs(best):
             layout, best = changed, found
     return layout
