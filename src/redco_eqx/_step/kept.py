@@ -8,7 +8,6 @@ import collections
 import hashlib
 import re
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -24,23 +23,17 @@ _programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.
 _INCOMPLETE = re.compile(r"callback|host_transfer|jax\.const")
 
 
-class Kept(NamedTuple):
-    """A compiled program, and a digest of its text that is the same in each process."""
+def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.stages.Compiled, str]:
+    """Compile a program, or return the one that was compiled before from the same text. Also return a digest of
+    the text, which is the same in each process.
 
-    program: jax.stages.Compiled
-    digest: str
-
-
-def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> Kept:
-    """Compile a program, or return the one that was compiled before from the same text.
-
-    - `arguments`: those that it was lowered for, which say on which devices it runs.
+    - `arguments`: those that the program was lowered for, which say on which devices it runs.
     """
     text = lowered.as_text()
     # Addresses in memory differ between processes.
     digest = hashlib.sha256(re.sub(r"\b\d{12,}\b", "", text).encode()).hexdigest()[:16]
     if _INCOMPLETE.search(text):
-        return Kept(lowered.compile(), digest)
+        return lowered.compile(), digest
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)  # of the compiler, too
     whole = hashlib.sha256(text.encode()).digest()
     key = whole, signature(arguments), lowered.out_tree, options
@@ -49,7 +42,7 @@ def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> Kept:
         if len(_programs) > _MOST:
             _programs.popitem(last=False)
     _programs.move_to_end(key)
-    return Kept(_programs[key], digest)
+    return _programs[key], digest
 
 
 def signature(tree: PyTree) -> Hashable:

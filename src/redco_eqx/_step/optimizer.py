@@ -86,7 +86,7 @@ def init_optimizer(
     # the learning rate, for example), which is then one more input of the program.
     if any(isinstance(x, Tracer) for x in params.values()) or len(trace.jaxpr.in_avals) > len(params):
         return jitted(params)
-    return compile_once(trace.lower(), params).program(params)
+    return compile_once(trace.lower(), params)[0](params)
 
 
 def update(

@@ -154,20 +154,12 @@ def _outputs(
         return step(state, batch, index=index)
 
     programs = {} if programs is None else programs
-    mesh = state_mesh(state)
+    mesh, of_state = state_mesh(state), signature(state)
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
         compare_states(state, f"{where} got different ones")
         compare_examples(where, mesh, data.sequence)
-
-    def program_for(batch: Batch) -> jax.stages.Compiled:
-        inputs = state, batch, np.int32(0)
-        key = where, signature(inputs)
-        if key not in programs:
-            programs[key], digest = compile_once(jax.jit(inference).lower(*inputs), inputs)
-            agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
-        return programs[key]
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
@@ -176,7 +168,12 @@ def _outputs(
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
             watch()
-            ahead.append(program_for(batch)(state, batch, np.int32(index)))
+            inputs = state, batch, np.int32(index)
+            key = where, of_state, signature(batch)
+            if key not in programs:
+                programs[key], digest = compile_once(jax.jit(inference).lower(*inputs), inputs)
+                agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
+            ahead.append(programs[key](*inputs))
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
     yield from ahead
@@ -283,17 +280,12 @@ class Evaluation:
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
-    def __call__(
-        self,
-        state: TrainState,
-        *,
-        watch: Callable[[], object] = lambda: None,
-        programs: Programs | None = None,
-    ) -> dict[str, float]:
+    def __call__(self, state: TrainState, **options: Any) -> dict[str, float]:
         """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the predictions to their file.
 
-        `watch` is called before each batch, and at the end. If it raises an error, the evaluation ends. `fit`
-        passes the same `programs` to each evaluation of a run, so that it traces the functions only once.
+        `options` are for `fit`: `watch`, a function that is called before each batch and at the end, and whose
+        error ends the evaluation; and `programs`, which are the same in each evaluation of a run, so that the
+        functions are traced only once.
 
         Raises `ValueError` for a value that is missing or cannot be used, and any error that the functions
         raise.
@@ -303,13 +295,14 @@ class Evaluation:
         check_is_state(state, "Evaluation: state")
         step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
         check_is_state(state, "Evaluation: what state_fn returns")
-        common: Any = self.collate_fn, self.batch_size, watch, programs
-        metrics = _means(_outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn))
+        common: Any = self.collate_fn, self.batch_size
+        losses = _outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn, **options)
+        metrics = _means(losses)
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
         data = as_sequence("Evaluation: examples", self.examples)
-        outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn)
+        outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn, **options)
         predicted = _rows(outputs, data.sequence, self.output_fn)
         if self.metric_fn is not None:
             found = _as_row(self.metric_fn(data.sequence, predicted), row)
