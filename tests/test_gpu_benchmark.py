@@ -61,5 +61,9 @@ def test_a_row_comes_from_a_process_of_its_own_and_costs_itself_if_it_fails():
     assert found["num_parameters"] == 2 * by_layer + 2 * vocabulary * size + size
     assert found["losses"][1] < found["losses"][0]
     assert "mfu" not in found  # a CPU has no number that it could be a part of
+    assert len(gpu.cells({**dataclasses.asdict(LLAMA), **found})) == len(gpu.HEADER)
+
+    late = gpu.run(dataclasses.replace(LLAMA, limit=0), is_small=True, target=None)
+    assert late == {"error": "took more than 0 s"}
     wrong = gpu.run(dataclasses.replace(LLAMA, attention="cudnn"), is_small=True, target=None)
     assert "cuDNN" in wrong["error"] or "ended with" in wrong["error"]
