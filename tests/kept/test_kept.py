@@ -172,6 +172,50 @@ def test_functions_of_python_in_a_program_are_never_stale() -> None:
     assert [evaluate(state, loss_by(scale)) for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
 
 
+def test_programs_of_other_arguments_are_told_apart() -> None:
+    """Their texts are equal if they leave out the arguments that they do not use."""
+    for name, expected in (("x", 1.0), ("y", 289.0), ("x", 1.0)):
+        batch = lambda _: {"x": np.ones(2, np.float32), "y": np.full(2, 17, np.float32)}  # noqa: E731
+        loss_fn = lambda model, batch, key, name=name: (batch[name] ** 2).mean()  # noqa: E731
+        arguments: Any = {"collate_fn": batch, "loss_fn": loss_fn, "batch_size": 2}
+        assert rx.evaluate(linear_state(), [0, 1], **arguments)["loss"] == expected
+
+    for name, expected in (
+        ("bias", 3.0),
+        ("weight", 2.0),
+    ):  # which an optimizer begins with
+        init = lambda params, name=name: {"mean": params[name].mean()}  # noqa: E731
+        optimizer = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+        model: Any = eqx.tree_at(lambda m: (m.weight, m.bias), eqx.nn.Linear(2, 2, key=jax.random.key(0)), (
+            jnp.full((2, 2), 2.0), jnp.full(2, 3.0)))  # fmt: skip
+        assert float(rx.init_state(model, optimizer, key=jax.random.key(1)).opt_state["mean"]) == expected
+
+
+def test_arrays_that_a_program_changes_are_never_stale() -> None:
+    state = linear_state()
+    for begin in (1.0, 100.0):
+        ref = jax.new_ref(jnp.float32(begin))
+
+        def loss_fn(model: Any, batch: Any, key: Any, ref: Any = ref) -> Any:
+            ref[...] += 1
+            return ref[...]
+
+        assert evaluate(state, loss_fn) == begin + 1
+
+
+def test_results_with_other_static_values_are_told_apart() -> None:
+    class Tagged(eqx.Module):
+        x: Any
+        tag: Any = eqx.field(static=True)
+
+    def tag_of(tag: Any) -> Any:
+        predict_fn = lambda model, batch, key: Tagged(batch["x"], tag)  # noqa: E731
+        return rx.predict(state, EXAMPLES[:1], collate_fn=collate, predict_fn=predict_fn, batch_size=1)[0].tag
+
+    state = linear_state()
+    assert [repr(tag_of(tag)) for tag in (1, True, 1.0)] == ["1", "True", "1.0"]
+
+
 def test_options_of_jax_count() -> None:
     state, loss_fn = linear_state(), make_loss()
     for precision, number in (("float32", 1), ("bfloat16", 1), ("float32", 0)):

@@ -18,31 +18,32 @@ _MOST = 16
 # The most recently used program comes last.
 _programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()
 
-# Text of programs that depend on more than their text: on functions of Python, or on arrays that JAX passes to
-# the compiled program unseen.
-_INCOMPLETE = re.compile(r"callback|host_transfer|jax\.const")
+# In the text of a program that calls functions of Python, which the text does not contain.
+_PYTHON = re.compile(r"callback|host_transfer")
 
 
 def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.stages.Compiled, str]:
     """Compile a program, or return the one that was compiled before from the same text. Also return a digest of
     the text, which is the same in each process.
 
-    - `arguments`: those that the program was lowered for, which say on which devices it runs.
+    - `arguments`: those that the program was lowered for, which say on which devices it runs. The program must
+        be from `jax.jit(keep_unused=True)`: otherwise, its text does not say which of them it takes.
     """
     text = lowered.as_text()
     # Addresses in memory differ between processes.
-    digest = hashlib.sha256(re.sub(r"\b\d{12,}\b", "", text).encode()).hexdigest()[:16]
-    if _INCOMPLETE.search(text):
+    digest = hashlib.sha256(re.sub(r"(?<![\d.])\d{12,}", "", text).encode()).hexdigest()[:16]
+    head = text.partition("@main(")[2].partition("\n")[0]
+    # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or a token.
+    if _PYTHON.search(text) or head.count("%arg") != len(jax.tree.leaves(arguments)):
         return lowered.compile(), digest
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)  # of the compiler, too
-    whole = hashlib.sha256(text.encode()).digest()
+    whole = hashlib.sha256(f"{text}{lowered.out_tree}".encode()).digest()  # in Python, 1 equals True
     key = whole, signature(arguments), lowered.out_tree, options
-    if key not in _programs:
-        _programs[key] = lowered.compile()
-        if len(_programs) > _MOST:
-            _programs.popitem(last=False)
-    _programs.move_to_end(key)
-    return _programs[key], digest
+    program = _programs.pop(key, None) or lowered.compile()
+    _programs[key] = program
+    if len(_programs) > _MOST:
+        _programs.popitem(last=False)
+    return program, digest
 
 
 def signature(tree: PyTree) -> Hashable:

@@ -80,7 +80,7 @@ def init_optimizer(
     shardings = like_params(shapes, params, layout)
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    jitted = jax.jit(init, out_shardings=shardings)
+    jitted = jax.jit(init, out_shardings=shardings, keep_unused=True)
     trace = jitted.trace(params)
     # The parameters may belong to another trace, or a number of the optimizer (for a gradient with respect to
     # the learning rate, for example), which is then one more input of the program.

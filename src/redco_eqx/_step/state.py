@@ -35,6 +35,7 @@ class Structure:
         self._treedef = jax.tree.structure(tree)
         self._paths = tuple(path if is_array(leaf) else None for path, leaf in pairs)
         self._leaves = tuple(None if is_array(leaf) else leaf for _, leaf in pairs)
+        self._text = repr(self._leaves)  # now, because an object may change
 
     def build(self, arrays: Mapping[str, Any]) -> PyTree:
         """The tree with `arrays[path]` at each path."""
@@ -50,12 +51,11 @@ class Structure:
         return hash(self._paths)
 
     def __eq__(self, other: object) -> bool:
-        if self is other:  # nearly always, when `jit` compares the arguments of a call with earlier ones
-            return True
-        if not isinstance(other, Structure):
-            return False
-        ours, theirs = ((x._paths, x._treedef, x._leaves) for x in (self, other))
-        return ours == theirs and repr(ours) == repr(theirs)
+        # They are the same nearly always, when `jit` compares the arguments of a call with earlier ones.
+        if self is other or not isinstance(other, Structure):
+            return self is other
+        ours, theirs = ((x._paths, x._text, x._treedef, x._leaves) for x in (self, other))
+        return ours == theirs and repr(self._treedef) == repr(other._treedef)
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"

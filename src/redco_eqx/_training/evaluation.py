@@ -171,7 +171,8 @@ def _outputs(
             inputs = state, batch, np.int32(index)
             key = where, of_state, signature(batch)
             if key not in programs:
-                programs[key], digest = compile_once(jax.jit(inference).lower(*inputs), inputs)
+                lowered = jax.jit(inference, keep_unused=True).lower(*inputs)
+                programs[key], digest = compile_once(lowered, inputs)
                 agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
             ahead.append(programs[key](*inputs))
             if len(ahead) > num_ahead:

@@ -71,7 +71,7 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
     window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(trace.out_info[1]))
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout)
+    body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout, keep_unused=True)
     program, digest = compile_once(body.lower(state, window, batch), (state, window, batch))
     seconds = peak_seconds(trace.jaxpr, state_mesh(state).devices)
     return TrainProgram(program, window, digest, seconds)
