@@ -80,11 +80,10 @@ class Stream:
     the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`) and rereads these examples.
     For this, the iterable, or the iterator that it or the function returns, must have the methods `get_state`
     and `set_state`, or `state_dict` and `load_state_dict`, with a state of numbers, text, bytes and collections
-    of these. If the examples are not the same (by checksum), or
-    if there is no state that far back, the run rereads the epoch from its beginning. If these examples are
-    not the same either, `fit` refuses to continue, unless you pass `Checkpoints(allow_changes=True)`. A
-    shuffle therefore needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared
-    by content, other objects only by type and size.
+    of these. If the examples are not the same (by checksum), or if there is no state that far back, the run
+    rereads the epoch from its beginning. If these examples are not the same either, `fit` refuses to continue,
+    unless you pass `Checkpoints(allow_changes=True)`. A shuffle therefore needs a seed. Numbers, arrays, text,
+    dataclasses and collections of these are compared by content, other objects only by type and size.
 
     - `examples`: an iterable that can be read more than once (`datasets.IterableDataset`, a Grain dataset or
         loader, a `DataLoader(batch_size=None)`), or a function from the epoch number to an iterable.

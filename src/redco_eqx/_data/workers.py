@@ -36,10 +36,6 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
     `CHEAP_SECONDS` is made without the thread. (A stream may depend on the thread that reads it.)
     """
     num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
-    if num_ahead == 0:
-        for job in jobs:  # `map` would take a StopIteration in `make` for the end
-            yield make(job)
-        return
     reader = makers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
     if num_threads > 1:
         makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
@@ -53,7 +49,7 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
     can_be_here, seconds = isinstance(options, Data) and num_threads == 0, math.inf
     try:
         while True:
-            is_here = can_be_here and seconds < CHEAP_SECONDS
+            is_here = num_ahead == 0 or (can_be_here and seconds < CHEAP_SECONDS)
             while not is_here and len(pending) <= num_ahead:
                 # A single thread reads and makes in one go.
                 next_job = None if makers is reader else reader.submit(next, jobs, None)

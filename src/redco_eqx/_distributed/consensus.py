@@ -146,8 +146,8 @@ def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
 
     Raises `ValueError`, naming the first fact that differs.
     """
-    processes, client = _processes(mesh), coordination_client()
-    if len(processes) == 1 or client is None:  # without a client, JAX has left the others
+    processes = _processes(mesh)
+    if len(processes) == 1 or (client := coordination_client()) is None:  # without one, JAX has left the others
         return
     me, first = jax.process_index(), processes[0]
     place = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}/{next(_numbers[processes])}"

@@ -24,14 +24,15 @@ _PYTHON = re.compile(r"callback|host_transfer")
 
 def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.stages.Compiled, str]:
     """Compile a program, or return the one that was compiled before from the same text. Also return a digest of
-    the text, which is the same in each process.
+    the text, which is the same in each process; it is empty if there is only one.
 
     - `arguments`: those that the program was lowered for, which say on which devices it runs. The program must
         be from `jax.jit(keep_unused=True)`: otherwise, its text does not say which of them it takes.
     """
     text = lowered.as_text()
-    # Addresses in memory differ between processes.
-    digest = hashlib.sha256(re.sub(r"(?<![\d.])\d{12,}", "", text).encode()).hexdigest()[:16]
+    digest = ""
+    if jax.process_count() > 1:  # addresses in memory differ between processes
+        digest = hashlib.sha256(re.sub(r"(?<![\d.])\d{12,}", "", text).encode()).hexdigest()[:16]
     head = text.partition("@main(")[2].partition("\n")[0]
     # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or a token.
     if _PYTHON.search(text) or head.count("%arg") != len(jax.tree.leaves(arguments)):
