@@ -1,5 +1,6 @@
 """Tiny models of transformers as references: every architecture and variant, with weights that matter."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -62,7 +63,7 @@ class Reference:
 
     def make(self) -> Any:
         """The model in float32, in evaluation mode; equal at each call."""
-        config = transformers.AutoConfig.for_model(**self.options)
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(self.options))  # transformers 5.17 alters them
         for part in (config, *(getattr(config, name, None) for name in ("encoder", "decoder"))):
             for name in EPSILONS:
                 if hasattr(part, name):
