@@ -51,7 +51,7 @@ from workloads import (
 )
 
 import redco_eqx as rx
-from redco_eqx._compiled.communication import Collective, Communication, peak_bytes
+from redco_eqx._compiled.communication import Collective, Communication, memory_bytes
 from redco_eqx._compiled.hlo import num_elements, shape_bytes
 from redco_eqx._planning.targets import find_target
 
@@ -258,7 +258,7 @@ def report_kept(target: str | None) -> None:
         for reshard in (True, None, False):
             lowered = lower_step(case, mesh, reshard_after_forward=reshard)
             compiled = lowered.compile(compiler_options=options)
-            peak = peak_bytes(compiled)
+            peak = memory_bytes(compiled)[0]
             assert peak is not None
             row += [f"{x / MIB:.1f}" for x in (rx.communication(compiled, mesh).total.sent_bytes, peak)]
         rows.append(row)

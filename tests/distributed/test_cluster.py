@@ -162,6 +162,10 @@ def test_all_are_connected_by_name_and_leave_the_port_to_jax():
             short = [re.sub(r" \(host .*, pid \d+\)", "", name) for name in names]
             assert short == [f"process {i}" for i in range(3)]
         for process in (1, 2):
+            for connection in (found[process][0], found[0][process]):
+                with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                    assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                    assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60  # two hours without
             found[process][0].send_bytes(f"from {process}".encode())
             assert found[0][process].recv_bytes() == f"from {process}".encode()
             found[process][0].close()

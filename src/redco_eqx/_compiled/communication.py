@@ -289,30 +289,29 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) ->
 # The memory and communication of a compiled step, in bytes and as a line of text.
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the most bytes that a program takes on a device at any time, including its arguments.
+def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
+    """Return the most bytes that a program takes on a device at any time, and the bytes of its arguments, which
+    these include.
 
-    The TPU compiler reports this number. For other compilers, it is the sum of the arguments, the results that
-    do not overwrite arguments, and the temporaries, which is at least as large.
+    The TPU compiler reports the peak. For other compilers, it is the sum of the arguments, the results that do
+    not overwrite arguments, and the temporaries, which is at least as large.
     """
     stats = compiled.memory_analysis()
     assert stats is not None  # CPU, GPU and TPU have one
+    arguments = stats.argument_size_in_bytes
     # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no upstream issue known).
     shardings = jax.tree.leaves(compiled.output_shardings)
     if shardings and next(iter(shardings[0].device_set)).platform == "tpu" and stats.peak_memory_in_bytes:
-        return stats.peak_memory_in_bytes
+        return stats.peak_memory_in_bytes, arguments
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    return arguments + results + stats.temp_size_in_bytes, arguments
 
 
 def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     """Describe the cost of a step in a line:
     `a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    peak = peak_bytes(compiled)
-    running = size_text(peak - stats.argument_size_in_bytes)
-    line = f"a step takes {size_text(peak)} of each device, {running} of it while it runs"
+    peak, arguments = memory_bytes(compiled)
+    line = f"a step takes {size_text(peak)} of each device, {size_text(peak - arguments)} of it while it runs"
     try:
         found = communication(compiled, mesh).by_axes
     except ValueError:  # an unknown form of the text

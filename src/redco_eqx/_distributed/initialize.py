@@ -239,4 +239,7 @@ def _connection(connected: socket.socket) -> Connection:
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # some firewalls drop idle connections
+    if hasattr(socket, "TCP_KEEPIDLE"):  # not on macOS
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
     return Connection(connected.detach())

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from redco_eqx._base.protocols import Batch, Metrics
-from redco_eqx._compiled.communication import Communication, communication, peak_bytes
+from redco_eqx._compiled.communication import Communication, communication, memory_bytes
 from redco_eqx._planning.memory import Memory, peak_by_message
 from redco_eqx._planning.targets import Target, gib
 from redco_eqx._sharding.mesh import num_batch_shards
@@ -90,7 +90,7 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
     found, failure = None, ""
     try:
         compiled = lowered.compile(compiler_options=dict(trial.target.compiler_options))
-        found, peak = communication(compiled, trial.mesh), peak_bytes(compiled)
+        found, peak = communication(compiled, trial.mesh), memory_bytes(compiled)[0]
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         peak = peak_by_message(message)
