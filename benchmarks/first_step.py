@@ -77,7 +77,7 @@ def measured(name: str, side: str) -> dict[str, float]:
             lambda: train_program(state, batch, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=1),
         )
         phase("cost line", lambda: cost(program.compiled, mesh))
-        jax.block_until_ready(program.compiled(state, program.window, batch))
+        jax.block_until_ready(program.compiled(jax.tree.leaves(state), program.window, batch))
         return seconds
 
     params, static = eqx.partition(model, eqx.is_inexact_array)

@@ -143,8 +143,8 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
         if run.step == FAULT_AT:
             say(out, "ready")
             if differs == "drift":  # behind the back of `fit`, whose own state is changed
-                (own,) = [x.state for x in gc.get_objects() if type(x).__name__ == "Training"]
-                own.params[LAST_BIAS] = 1.5 * state.params[LAST_BIAS]
+                (own,) = [x for x in gc.get_objects() if type(x).__name__ == "Training"]
+                own.arrays[sorted(state.params).index(LAST_BIAS)] = 1.5 * state.params[LAST_BIAS]
 
     options = {"hook": hook, "log_every": 10} if fault == "drift" else {}
     if fault in ("evaluation", "metrics"):

@@ -87,8 +87,10 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_
     if is_alive:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(touch_on)
-            raised(rx.errors.CheckpointError, Owner, tmp_path, match="process 1 on elsewhere is writing")
-            done.set()
+            try:
+                raised(rx.errors.CheckpointError, Owner, tmp_path, match="process 1 on elsewhere is writing")
+            finally:
+                done.set()  # the thread would never end
     else:
         begin = time.monotonic()
         Owner(tmp_path).release()

@@ -1,4 +1,4 @@
-"""Make batches on the mesh from examples: the rows of this process, collation, prefetch, and epochs.
+"""Make batches from examples, epoch by epoch: read, collate and prefetch the rows of this process.
 
 The examples of a batch are a pure function of numbers that are equal on every process. Each process reads only
 the rows that its devices need. With a sequence of examples, nothing here waits for another process.

@@ -1,4 +1,4 @@
-"""Place batches on the mesh: their sizes, the rows that a process needs, and the arrays from `collate_fn`."""
+"""Put batches on the devices: which rows a process needs, and the arrays from `collate_fn`."""
 
 import functools
 from collections.abc import Callable

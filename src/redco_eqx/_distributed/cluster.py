@@ -1,4 +1,4 @@
-"""Find the place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
+"""Find the place of this process in a run: from arguments, the environment, or a launcher such as SLURM.
 
 Only this file uses private names of JAX. It imports them only in programs with many processes.
 """

@@ -1,4 +1,4 @@
-"""Targets of a plan: the devices of this machine, or of a pod or server that need not be present."""
+"""Targets of a plan: chips with their memory and peak speed, and devices that need not be present."""
 
 import dataclasses
 import importlib.util

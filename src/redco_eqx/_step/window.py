@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +49,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     return step
 
 
-class Window(eqx.Module):
+class Window(NamedTuple):
     """The metrics since the last row of the log, still on the devices.
 
     - `metrics`: the metrics, added up over the steps that were taken.
@@ -62,31 +61,54 @@ class Window(eqx.Module):
     num_steps: Int[AnyArray | np.ndarray, ""]
     ok: Bool[AnyArray | np.ndarray, ""]
 
+    @classmethod
+    def empty(cls, metrics: Metrics) -> "Window":
+        """An empty window of NumPy arrays, for metrics like these, which may be abstract."""
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
+        return cls(zeros, np.zeros((), np.int32), np.ones((), bool))
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Window":
+        """The inverse of `to_json`."""
+        metrics = {
+            name: Mean(np.asarray(total, dtype), np.asarray(weight, dtype))
+            for name, (dtype, total, weight) in saved["metrics"].items()
+        }
+        return cls(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn a fetched window into plain numbers from which `from_json` restores it exactly."""
+        metrics = {
+            name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
+            for name, mean in self.metrics.items()
+        }
+        return {"num_steps": int(self.num_steps), "metrics": metrics}
+
+    def row(self) -> dict[str, float]:
+        """The row of a log for a fetched window: `train/loss`, and the other metrics by name."""
+        names = sorted(self.metrics, key=lambda name: name != "loss")  # jit has sorted them; put the loss first
+        return {f"train/{name}": float(self.metrics[name]) for name in names}
+
 
 GuardedStep: TypeAlias = Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics, Any]]
 """A function `(state, batch, ok) -> (state, metrics, ok)`, as [`guarded`][] makes it."""
 
 
-def accumulated(step: GuardedStep) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
-    """Turn a guarded step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state,
-    window)`.
+def accumulated(step: GuardedStep, tree: Any) -> Callable[[list[Any], Window, Batch], tuple[list[Any], Window]]:
+    """Turn a guarded step into the body of `fit`'s loop, a pure function `(arrays, window, batch) -> (arrays,
+    window)`, where `arrays` are the leaves of a state with the structure `tree`. JAX passes a flat list to a
+    program in less time than a state.
 
     If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
     the metrics. The last good state is therefore still available, even if the metrics are read later.
     """
 
-    def body(state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:
-        kept, metrics, ok = step(state, batch, window.ok)
+    def body(arrays: list[Any], window: Window, batch: Batch) -> tuple[list[Any], Window]:
+        kept, metrics, ok = step(tree.unflatten(arrays), batch, window.ok)
         totals = jax.tree.map(lambda total, x: total + jnp.where(ok, x, 0), window.metrics, metrics)
-        return kept, Window(totals, window.num_steps + 1, ok)
+        return jax.tree.leaves(kept), Window(totals, window.num_steps + 1, ok)
 
     return body
-
-
-def empty_window(metrics: Metrics) -> Window:
-    """An empty window of NumPy arrays, for metrics like these, which may be abstract."""
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
-    return Window(zeros, np.zeros((), np.int32), np.ones((), bool))
 
 
 @jax.jit
@@ -94,30 +116,6 @@ def all_finite(params: dict[str, Array]) -> Bool[Array, ""]:
     """Tell if all floating-point arrays are finite."""
     floats = [x for x in params.values() if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.all(jnp.asarray([jnp.isfinite(x).all() for x in floats]))
-
-
-def window_row(window: Window) -> dict[str, float]:
-    """The row of a log for a fetched window: `train/loss`, and the other metrics by name."""
-    names = sorted(window.metrics, key=lambda name: name != "loss")  # jit has sorted them; put the loss first
-    return {f"train/{name}": float(window.metrics[name]) for name in names}
-
-
-def window_to_json(window: Window) -> dict[str, Any]:
-    """Turn a fetched window into plain numbers from which `window_from_json` restores it exactly."""
-    metrics = {
-        name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
-        for name, mean in window.metrics.items()
-    }
-    return {"num_steps": int(window.num_steps), "metrics": metrics}
-
-
-def window_from_json(saved: dict[str, Any]) -> Window:
-    """The inverse of `window_to_json`."""
-    metrics = {
-        name: Mean(np.asarray(total, dtype), np.asarray(weight, dtype))
-        for name, (dtype, total, weight) in saved["metrics"].items()
-    }
-    return Window(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
 
 
 def guarded(step_fn: StepFn) -> GuardedStep:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import optax
 
 from redco_eqx._base.protocols import (
@@ -190,8 +191,8 @@ def fit(
         if source is not None:  # the earlier call may not have done everything that was due here
             places = itertools.chain([(None, place)], places)
         training = Training(
-            state=state, run=run, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=num_microbatches,
-            plan=plan, evaluation=evaluation, hook=hook,
+            arrays=jax.tree.leaves(state), tree=jax.tree.structure(state), run=run, loss_fn=loss_fn,
+            optimizer=optimizer, num_microbatches=num_microbatches, plan=plan, evaluation=evaluation, hook=hook,
             reporter=reporter, saver=saver, watchdog=watchdog, interrupt=interrupt,
         )  # fmt: skip
         del state  # `training` has the state; this name would keep the memory of the initial one

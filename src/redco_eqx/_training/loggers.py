@@ -20,7 +20,7 @@ import jax
 from redco_eqx._base.protocols import Logger
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord, from_json, to_json
 from redco_eqx._distributed.consensus import from_first
-from redco_eqx._step.window import Window, window_row
+from redco_eqx._step.window import Window
 
 
 class ConsoleLogger:
@@ -237,7 +237,7 @@ class Reporter:
         alone."""
         elapsed, self._since = done_at - self._since, done_at
         num_timed, self._num_untimed = int(window.num_steps) - self._num_untimed, 0
-        self.metrics, epoch, rates = window_row(window), {"train/epoch": epochs_done}, {}
+        self.metrics, epoch, rates = window.row(), {"train/epoch": epochs_done}, {}
         self.rows.append({"step": step, **self.metrics, **epoch})
         if self._file is not None and jax.process_index() == 0:
             try:

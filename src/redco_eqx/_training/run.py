@@ -1,4 +1,4 @@
-"""A run of `fit` in progress: its loop, the actions after each step, metrics that are not logged yet."""
+"""A run of `fit` in progress: its compiled step, its loop, and the metrics that are not logged yet."""
 
 import contextlib
 import dataclasses
@@ -24,15 +24,7 @@ from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import compile_once, signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import (
-    Window,
-    accumulated,
-    all_finite,
-    empty_window,
-    guarded,
-    window_from_json,
-    window_to_json,
-)
+from redco_eqx._step.window import Window, accumulated, all_finite, guarded
 from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan, apply_hook, due, interruption
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
 from redco_eqx._training.loggers import History, Reporter
@@ -46,7 +38,8 @@ if TYPE_CHECKING:  # imported where it is used, because few runs need it
 class TrainProgram(NamedTuple):
     """A compiled step that leaves the state as it was if the step is not finite.
 
-    - `compiled`: `(state, window, batch) -> (state, window)`. It reuses the memory of the state.
+    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the leaves of a state. It
+        reuses their memory.
     - `window`: an empty window, on the devices.
     - `digest`: that of [`compile_once`][], to compare it between processes.
     - `peak_seconds`: the time that its products would take at the peak speed of the devices; 0 if that is not
@@ -69,12 +62,12 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     everywhere = replicated(state_mesh(state))
     # `jit` keeps this trace, and the trace of the body uses it: its arguments are of the same types.
     trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
-    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(trace.out_info[1]))
-    layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(accumulated(step), donate_argnums=0, out_shardings=layout, keep_unused=True)
-    program, digest = compile_once(body.lower(state, window, batch), (state, window, batch))
-    seconds = peak_seconds(trace.jaxpr, state_mesh(state).devices)
-    return TrainProgram(program, window, digest, seconds)
+    window = jax.tree.map(lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1]))
+    arrays, tree = jax.tree.flatten(state)
+    layout: Any = [x.sharding for x in arrays], jax.tree.map(lambda _: everywhere, window)
+    body = jax.jit(accumulated(step, tree), donate_argnums=0, out_shardings=layout, keep_unused=True)
+    program, digest = compile_once(body.lower(arrays, window, batch), (arrays, window, batch))
+    return TrainProgram(program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices))
 
 
 def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
@@ -124,14 +117,15 @@ class _StoppedError(Exception):
 class Training:
     """The state of a run and its record, which advance together.
 
-    - `state`: the state after the last step that was dispatched.
+    - `arrays`, `tree`: the leaves of the state after the last step that was dispatched, and their structure.
     - `run`: the record of the run at that step.
     - `evaluation`, `hook`, `saver`: `None` for a run without one.
     - `watchdog`: notified of each step, including those of evaluations.
     - other fields: as in `fit`.
     """
 
-    state: TrainState
+    arrays: list[Any]
+    tree: Any
     run: RunRecord
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
@@ -154,9 +148,14 @@ class Training:
         self._begin_of_window = self.run.logged_until
         self._waited = 0.0  # seconds spent on batches since the last row
         if self.run.window is not None:
-            everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
+            everywhere, saved = replicated(self._mesh), Window.from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
             self.run = dataclasses.replace(self.run, window=None)
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step that was dispatched."""
+        return self.tree.unflatten(self.arrays)
 
     @property
     def history(self) -> History:
@@ -210,8 +209,8 @@ class Training:
                 self._log(place, None)  # the next metrics are others, so those until now get a row
         window = self._window or program.window
         if self._window is None and self._ahead:  # a step before it may not have been finite
-            window = dataclasses.replace(window, ok=self._ahead[-1].window.ok)
-        self.state, window = program.compiled(self.state, window, batch)
+            window = window._replace(ok=self._ahead[-1].window.ok)
+        self.arrays, window = program.compiled(self.arrays, window, batch)
         self.run, self._window = self.run.advanced(place.epoch, place.batch, place.positions), window
         self._ahead.append(_Step(self.run.step, batch, window))
         # Under JAX's debugging options, wait for each step, so that the error can name the place.
@@ -341,7 +340,7 @@ class Training:
         """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
         `_catch_up` and `Saver.save`."""
         self._catch_up()
-        window = None if self._window is None else window_to_json(jax.device_get(self._window))
+        window = None if self._window is None else jax.device_get(self._window).to_json()
         run = dataclasses.replace(self.run, finished=finished, window=window)
         num_rows = sum(row["step"] <= run.logged_until for row in self.reporter.rows)
         with self.reporter.paused():
@@ -362,7 +361,7 @@ class Training:
         if is_good and is_alone:
             with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched
                 self._catch_up()
-        is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
+        is_good = is_good and not any(map(lack_of_value, self.arrays))
         if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
             try:
                 self._save(self.saver, finished=False)
