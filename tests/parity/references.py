@@ -63,9 +63,8 @@ class Reference:
 
     def make(self) -> Any:
         """The model in float32, in evaluation mode; equal at each call."""
-        config = transformers.AutoConfig.for_model(
-            **copy.deepcopy(self.options)
-        )  # transformers 5.17 alters them
+        options = copy.deepcopy(self.options)  # transformers 5.17 alters them
+        config = transformers.AutoConfig.for_model(**options)
         for part in (config, *(getattr(config, name, None) for name in ("encoder", "decoder"))):
             for name in EPSILONS:
                 if hasattr(part, name):
