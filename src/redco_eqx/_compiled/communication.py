@@ -290,7 +290,7 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) ->
 
 
 def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
-    """Return the peak memory of a program on a device in bytes, with its arguments; and the bytes of the arguments.
+    """Return the bytes that a program takes on a device at its peak, and those of its arguments alone.
 
     The TPU compiler reports the peak. For other compilers, it is the sum of the arguments, the results that do
     not overwrite arguments, and the temporaries, which is at least as large.
