@@ -15,6 +15,7 @@ from tiny_models import LENGTH, inputs, loss_fn, make, restack
 import redco_eqx as rx
 from redco_eqx import cast, to_arrays
 from redco_eqx.models._blocks.experts import all_for_all, in_groups
+from redco_eqx.models._families.llama import LlamaDecoderLayer
 
 NUM = 3
 """Tokens of padding."""
@@ -51,6 +52,22 @@ def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
             if x.shape != expected.shape:
                 x = x[:, before : before + LENGTH]
             np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays(monkeypatch):
+    model, (text,) = make("llama", num_hidden_layers=4), inputs("llama")
+    other = make("llama", num_hidden_layers=4, hidden_act="relu")
+    odd = eqx.tree_at(lambda m: m.model.layers[2].mlp, model, other.model.layers[2].mlp)
+    call, traced = LlamaDecoderLayer.__call__, []
+    monkeypatch.setattr(
+        LlamaDecoderLayer, "__call__", lambda self, *given: traced.append(self) or call(self, *given)
+    )
+    run = eqx.filter_jit(lambda model, text: model(text))
+    found = run(model, text), run(odd, text)
+    assert len(traced) == 1 + 2
+    with jax.disable_jit():
+        assert_close(found, (model(text), odd(text)), rtol=1e-4, atol=1e-4)
+    assert not jnp.allclose(*found)
 
 
 def test_in_pieces_with_a_cache_equals_at_once():

@@ -1,6 +1,7 @@
 """The base of models, with the keys of Hugging Face's files as paths, and its stack of layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypedDict
 
@@ -264,15 +265,14 @@ def run_layers(
         "key": keys,
         "memory": None if memory is None else (memory.key, memory.value),
     }
-    given = {"layer": layers, **further}
+    # The cache of all layers is changed in place.
+    options: Any = {"batched": (True, None, None), "sequence_parallel": context.sequence_parallel}
+    run, parts = functools.partial(scan_layers, one, remat=remat, **options), [{"layer": layers, **further}]
     if isinstance(layers, list):
-        given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
-    x, cached, sums = scan_layers(
-        one,
-        given,
-        (x, () if cache is None else (cache.key, cache.value), sums),
-        batched=(True, None, None),  # the cache of all layers is changed in place
-        remat=remat,
-        sequence_parallel=context.sequence_parallel,
-    )
+        run = eqx.filter_jit(run)  # layers that are equal but for their arrays are traced once
+        parts = [[{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}] for i, x in enumerate(layers)]
+    flow = (x, () if cache is None else (cache.key, cache.value), sums)
+    for part in parts:
+        flow = run(part, flow)
+    x, cached, sums = flow
     return x, cached if sums is None else (*cached, sums)

@@ -129,15 +129,12 @@ def load_pretrained(
     layout = to_paths(_layout(traced, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
     stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
     found = _find(directory, stored, stored_leaves, make_model, may_lack=may_lack)
-    arrays: dict[str, Array | np.ndarray] = {}
-    lacking: dict[str, NamedSharding] = {}
-    for entry in stored_leaves:
-        if entry.path in make_model.buffers:
-            arrays[entry.path] = _buffer(entry, found, kind)
-        elif all(name in found for name in entry.keys):
-            arrays[entry.path] = place(entry, found, layout[entry.path], kind)
-        else:
-            lacking[entry.path] = layout[entry.path]
+    buffers = [entry for entry in stored_leaves if entry.path in make_model.buffers]
+    others = [entry for entry in stored_leaves if entry.path not in make_model.buffers]
+    here = [entry for entry in others if all(name in found for name in entry.keys)]
+    arrays: dict[str, Array | np.ndarray] = {entry.path: _buffer(entry, found, kind) for entry in buffers}
+    arrays |= place(here, found, layout, kind)
+    lacking = {entry.path: layout[entry.path] for entry in others if entry.path not in arrays}
     if lacking and key is not None:
         arrays |= _make_anew(lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key)
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]

@@ -154,7 +154,7 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     entries = {entry.path: entry for entry in entries_of(abstract) if _FACTOR.search(entry.path)}
     _check(directory / WEIGHTS, entries, named)
     layout = to_paths(shard_rules(abstract, _mesh(model)), is_leaf=lambda x: isinstance(x, NamedSharding))
-    arrays = {path: place(entry, named, layout[path], None) for path, entry in entries.items()}
+    arrays = place(entries.values(), named, layout, None)
 
     def branch(path: str, linear: Linear) -> LoRA:
         return LoRA(linear, arrays[f"{path}.lora_a"], arrays[f"{path}.lora_b"], scale)

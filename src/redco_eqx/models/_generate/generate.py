@@ -118,8 +118,7 @@ def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options
 
     def write(output: Array, token: Array, ended: Array, step: Int[Array, ""]) -> tuple[Array, Array]:
         output = output.at[:, step].set(jnp.where(ended, options.pad, token))
-        is_end = jnp.isin(token, jnp.asarray(options.ends, jnp.int32))
-        return output, ended | is_end
+        return output, ended | jnp.isin(token, jnp.asarray(options.ends, jnp.int32))
 
     def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry

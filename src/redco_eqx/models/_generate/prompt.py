@@ -174,9 +174,8 @@ def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
     if not isinstance(model, EncoderDecoder):
         return None
     assert prompt.source is not None
-    source, mask = prompt.source, prompt.source_mask
-    if mask is not None:
-        source = _without_padding(source, mask)
+    mask = prompt.source_mask
+    source = prompt.source if mask is None else _without_padding(prompt.source, mask)
     return model.encode(source, attention_mask=mask)
 
 
