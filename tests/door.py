@@ -98,6 +98,7 @@ HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 CONFIG = models.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, **HEADS)
 # Without weights: wrong arguments are refused before anything reads them.
 LM = eqx.filter_eval_shape(lambda key: models.LlamaForCausalLM(CONFIG, key=key), KEY)
+TOKENS = np.ones((1, 2), np.int32)
 
 
 class Table:
@@ -276,6 +277,9 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
     (WITHOUT_STATE, "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)"),
+    (lambda: models.generate(LM, TOKENS, max_new_tokens=2.5), "max_new_tokens=2.5 ... an integer"),
+    (lambda: generate(TOKENS, temperature=1.0, top_k=2.5, key=KEY), "top_k=2.5 ... an integer"),
+    (lambda: generate(TOKENS, models.beam_search, num_beams=2.5), "num_beams=2.5 ... an integer"),
     (lambda: rx.save(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: rx.restore(A_FILE, STATE), "door/file is a file ... directory"),
     (lambda: fit(checkpoints=A_FILE), "door/file is a file ... directory"),

@@ -118,7 +118,7 @@ def _continued(
     logits = logits.astype(beams.scores.dtype)
     scores = jax.nn.log_softmax(logits, axis=-1) + beams.scores[:, :, None]
     num = (1 + len(rules.ends)) * rules.num_beams
-    scores, places = largest(scores, min(num, scores[0].size))
+    scores, places = largest(scores, min(num, scores.shape[1] * vocabulary))
     missing = [(0, 0), (0, max(0, rules.num_beams - scores.shape[1]))]  # in a tiny vocabulary
     scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
     parent, token = jnp.divmod(jnp.pad(places, missing), vocabulary)
@@ -205,14 +205,14 @@ def beam_search(
     prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
     ends, pad = special_tokens("beam_search", model, eos_token_id, pad_token_id)
     early_stopping = True if num_beams == 1 else early_stopping
-    rules = Rules(max_new_tokens, num_beams, early_stopping, ends, pad)
+    rules = Rules(int(max_new_tokens), int(num_beams), early_stopping, ends, pad)
     return _search(model, prompt, jnp.asarray(length_penalty, float), rules)
 
 
 def check_options(num_beams: int, length_penalty: float, early_stopping: object) -> None:
     """Raise `ValueError` for options out of their range."""
-    if not num_beams >= 1:
-        raise ValueError(f"beam_search: num_beams={num_beams}, but it must be at least 1.")
+    if not (num_beams >= 1 and num_beams % 1 == 0):
+        raise ValueError(f"beam_search: num_beams={num_beams}, but it must be an integer, at least 1.")
     if not math.isfinite(length_penalty):
         raise ValueError(f"beam_search: length_penalty={length_penalty}, but it must be finite.")
     if not isinstance(early_stopping, bool) and early_stopping != "never":
@@ -256,4 +256,4 @@ def _visible(real: Bool[Array, "b p"], beams: Beams) -> Bool[Array, "b beams slo
     size, num_beams, _ = beams.path.shape
     prompt = jnp.broadcast_to(real[:, None], (size, num_beams, real.shape[1]))
     own = beams.path[..., None] == jnp.arange(num_beams)
-    return jnp.concatenate([prompt, own.reshape(size, num_beams, -1)], axis=2)
+    return jnp.concatenate([prompt, jax.lax.collapse(own, 2)], axis=2)

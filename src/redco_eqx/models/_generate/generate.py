@@ -89,7 +89,8 @@ def generate(
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
     ends, pad = special_tokens("generate", model, eos_token_id, pad_token_id)
-    options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
+    top_k, top_p = None if top_k is None else int(top_k), None if top_p is None else float(top_p)
+    options = _Options(int(max_new_tokens), float(temperature), top_k, top_p, ends, pad)
     return _generate(model, prompt, key, options)
 
 
@@ -143,8 +144,8 @@ def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options
 def _check_options(temperature: float, top_k: int | None, top_p: float | None, key: Key | None) -> None:
     if not temperature >= 0:
         raise ValueError(f"generate: temperature={temperature}, but it must be 0 (greedy) or positive.")
-    if top_k is not None and not top_k >= 1:
-        raise ValueError(f"generate: top_k={top_k}, but it must be at least 1. None means all tokens.")
+    if top_k is not None and not (top_k >= 1 and top_k % 1 == 0):
+        raise ValueError(f"generate: top_k={top_k}, but it must be an integer, at least 1, or None for all.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"generate: top_p={top_p}, but it must be above 0 and at most 1.")
     if temperature == 0:

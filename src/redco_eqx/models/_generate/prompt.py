@@ -66,8 +66,8 @@ def read_prompt(
                 'text, pass tokenizer(texts, padding=True, return_tensors="np")["input_ids"]. For lists of one '
                 "length, pass np.array(ids). Pad other lists, and pass an attention_mask, too."
             )
-    if not max_new_tokens >= 1:
-        raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be at least 1.")
+    if not (max_new_tokens >= 1 and max_new_tokens % 1 == 0):
+        raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be an integer, at least 1.")
     tokens = inputs
     if not isinstance(model, EncoderDecoder) or jnp.ndim(inputs) != 4:
         _check_tokens(name, "inputs", model, inputs, attention_mask)
@@ -148,10 +148,8 @@ def special_tokens(
         raise ValueError(
             f"{name}: eos_token_id={eos_token_id!r}, but it must be a token, from 0 to {size - 1}, or several."
         )
-    pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
-    if pad is None:
-        pad = ends[0] if len(ends) else 0
-    return tuple(map(int, ends)), int(pad)
+    pads = [x for x in (pad_token_id, given["pad_token_id"], *ends, 0) if x is not None]
+    return tuple(map(int, ends)), int(pads[0])
 
 
 def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:

@@ -25,16 +25,16 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
     """
     mesh = traced_mesh(x)
     if mesh is None or mesh.size == 1:
-        values, places = jax.lax.top_k(x.reshape(x.shape[0], -1), k)
+        values, places = jax.lax.top_k(jax.lax.collapse(x, 1), k)
         return values, places
     last, num_shards = x.shape[-1], tensor_size(mesh)
-    num_own = x[0].size // num_shards
+    num_own = jax.lax.collapse(x, 1).shape[1] // num_shards
     # Each value is sent with its index.
     is_cut = num_shards > 1 and last % num_shards == 0 and 2 * min(k, num_own) < num_own
     rows = batch_axes(mesh, x.shape[0])
 
     def body(x: Array) -> tuple[Array, Array]:
-        flat = x.reshape(x.shape[0], -1)
+        flat = jax.lax.collapse(x, 1)
         values, places = jax.lax.top_k(flat, min(k, flat.shape[1]))
         if is_cut:
             own = x.shape[-1]
