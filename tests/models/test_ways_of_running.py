@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_helpers import compilations
 from helpers import assert_close, in_long, mesh_of, place, stepped
 from tiny_models import LENGTH, inputs, loss_fn, make, restack
 
@@ -68,6 +69,11 @@ def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays
     with jax.disable_jit():
         assert_close(found, (model(text), odd(text)), rtol=1e-4, atol=1e-4)
     assert not jnp.allclose(*found)
+    with compilations() as compiled:  # calls outside of a trace are not compiled for each call
+        model(text)
+        once = len(compiled)
+        model(text)
+    assert len(compiled) == once
 
 
 def test_in_pieces_with_a_cache_equals_at_once():

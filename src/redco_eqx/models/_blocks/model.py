@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypedDict
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from redco_eqx._base.protocols import Key
@@ -269,7 +270,9 @@ def run_layers(
     options: Any = {"batched": (True, None, None), "sequence_parallel": context.sequence_parallel}
     run, parts = functools.partial(scan_layers, one, remat=remat, **options), [{"layer": layers, **further}]
     if isinstance(layers, list):
-        run = eqx.filter_jit(run)  # layers that are equal but for their arrays are traced once
+        # Under a trace, layers that are equal but for their arrays are traced once. Without one, this would
+        # compile at each call.
+        run = eqx.filter_jit(run) if isinstance(further["index"], Tracer) else run
         parts = [[{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}] for i, x in enumerate(layers)]
     flow = (x, () if cache is None else (cache.key, cache.value), sums)
     for part in parts:
