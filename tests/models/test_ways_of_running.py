@@ -76,6 +76,36 @@ def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays
     assert len(compiled) == once
 
 
+class Watched(eqx.Module):
+    """Stores what the module inside returns, doubled if `doubles` is `True`, which equals 1."""
+
+    inner: Any
+    doubles: bool | int
+    stored: list[Any] = eqx.field(static=True)
+
+    def __call__(self, *given: Any) -> Any:
+        self.stored.append(self.inner(*given) * (2 if self.doubles is True else 1))
+        return self.stored[-1]
+
+
+def test_a_module_of_ones_own_in_a_layer_is_called_in_each_layer():
+    model, (text,), stored = make("llama", num_hidden_layers=3), inputs("llama"), []
+    own = [Watched(x.mlp, i, stored) for x, i in zip(model.model.layers, (1, True, 1))]
+    model = eqx.tree_at(lambda m: [x.mlp for x in m.model.layers], model, own)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def run(arrays: Any) -> Any:
+        stored.clear()
+        return eqx.combine(arrays, static)(text), list(stored)
+
+    found = run(arrays)
+    stored.clear()
+    expected = model(text), list(stored)
+    assert len(expected[1]) == 3
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_in_pieces_with_a_cache_equals_at_once():
     """The model has a window; a row is padded on the left, and has to count from there."""
     model, (text,) = make("mistral"), inputs("mistral")

@@ -231,11 +231,9 @@ class BaseConfig(Entries):
 
 def _read_part(name: str, kind: Any, raw: Json) -> Any:
     """Read the configuration of a part of a model."""
-    found = raw.get("model_type") if isinstance(raw, Mapping) else raw
-    if not isinstance(raw, Mapping) or found != kind.model_type:
-        raise ValueError(
-            f"config.json: {name}: model_type={found!r} is not supported, only {kind.model_type!r}."
-        )
+    got = raw.get("model_type") if isinstance(raw, Mapping) else raw
+    if not isinstance(raw, Mapping) or got != kind.model_type:
+        raise ValueError(f"config.json: {name}: model_type={got!r} is not supported, only {kind.model_type!r}.")
     return kind.from_json(raw)
 
 

@@ -35,9 +35,8 @@ class Cache(eqx.Module):
 
     def with_room(self, num_slots: int) -> "Cache":
         """Return the cache with `num_slots` more empty slots."""
-        key, value = (
-            jnp.pad(x, [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]) for x in (self.key, self.value)
-        )
+        room = [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]
+        key, value = (jnp.pad(x, room) for x in (self.key, self.value))
         mask, positions = (jnp.pad(x, [(0, 0), (0, num_slots)]) for x in (self.mask, self.positions))
         return Cache(key, value, mask, positions, self.length)
 

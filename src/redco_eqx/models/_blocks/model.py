@@ -235,6 +235,29 @@ def unstack(layers: PyTree) -> list[PyTree]:
     ]
 
 
+def _is_foreign(x: object) -> bool:
+    """True for a module of neither this library nor Equinox: it may depend on more than its arrays, or store
+    values."""
+    own = ("redco_eqx", "equinox")
+    return isinstance(x, eqx.Module) and type(x).__module__.partition(".")[0] not in own
+
+
+def _traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run(parts, flow)`, which traces parts that are equal but for their arrays once."""
+
+    # `jax.jit`, not `eqx.filter_jit`, whose cache would keep `run`, and the values that it captures, alive.
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def traced(static: Any, arrays: Any, flow: Any) -> Any:
+        return run(eqx.combine(arrays, jax.tree.unflatten(*static)), flow)
+
+    def apply(parts: Any, flow: Any) -> Any:
+        arrays, static = eqx.partition(parts, eqx.is_array)
+        leaves, structure = jax.tree.flatten(static)
+        return traced((structure, tuple(leaves)), arrays, flow)
+
+    return apply
+
+
 def run_layers(
     layers: PyTree,
     x: Hidden,
@@ -270,9 +293,9 @@ def run_layers(
     options: Any = {"batched": (True, None, None), "sequence_parallel": context.sequence_parallel}
     run, parts = functools.partial(scan_layers, one, remat=remat, **options), [{"layer": layers, **further}]
     if isinstance(layers, list):
-        # Under a trace, layers that are equal but for their arrays are traced once. Without one, this would
-        # compile at each call.
-        run = eqx.filter_jit(run) if isinstance(further["index"], Tracer) else run
+        is_foreign = any(map(_is_foreign, jax.tree.leaves(layers, is_leaf=_is_foreign)))
+        if isinstance(further["index"], Tracer) and not is_foreign:  # outside a trace, each call would compile
+            run = _traced_once(run)
         parts = [[{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}] for i, x in enumerate(layers)]
     flow = (x, () if cache is None else (cache.key, cache.value), sums)
     for part in parts:

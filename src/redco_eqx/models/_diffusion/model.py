@@ -44,12 +44,10 @@ class StagesConfig(BaseConfig):
 
         Raises `ValueError` if there is not one number per stage.
         """
-        value = getattr(self, name)
-        found = (value,) * self.num_layers if isinstance(value, int) else value
-        if len(found) != self.num_layers:
-            raise self.error(
-                f"{name}={value!r} has {len(found)} numbers, but there are {self.num_layers} stages."
-            )
+        value, num_stages = getattr(self, name), self.num_layers
+        found = (value,) * num_stages if isinstance(value, int) else value
+        if len(found) != num_stages:
+            raise self.error(f"{name}={value!r} has {len(found)} numbers, but there are {num_stages} stages.")
         return found
 
     def check_stages(self, **allowed: tuple[str, ...]) -> None:

@@ -110,9 +110,7 @@ def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
     """
     file = Path(directory) / PREPROCESSOR
     if not file.is_file():
-        raise FileNotFoundError(
-            f"load_image_processor: {file} does not exist, but it says how to prepare images."
-        )
+        raise FileNotFoundError(f"load_image_processor: {file} is missing. It says how to prepare images.")
     raw = read_json(file)
     try:
         return _read(raw)

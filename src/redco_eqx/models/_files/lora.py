@@ -143,9 +143,7 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     stored = open_file(directory / WEIGHTS)
     unknown = [key for key in stored if not _KEY.fullmatch(key)]
     if unknown:
-        raise ValueError(
-            f"load_lora: {directory / WEIGHTS} has keys that are not LoRA's: {first_few(unknown)}."
-        )
+        raise ValueError(f"load_lora: {directory / WEIGHTS} has other keys than LoRA's: {first_few(unknown)}.")
     named = {_KEY.sub(lambda m: f"{m[1]}.lora_{m[2].lower()}", key): x for key, x in stored.items()}
     targets = {_stacked(model, path) or path for path in (name.rpartition(".")[0] for name in named)}
     abstract = eqx.filter_eval_shape(

@@ -71,15 +71,9 @@ def load_stable_diffusion(
     directory = Path(directory).expanduser()
     file = directory / INDEX
     if not file.is_file():
-        raise FileNotFoundError(
-            f"load_stable_diffusion: {file} does not exist, but it names the parts of the model."
-        )
+        raise FileNotFoundError(f"load_stable_diffusion: {file} is missing. It names the parts of the model.")
     index = read_json(file)
-    if index.get("_class_name") != PIPELINE:
-        raise ValueError(
-            f"{file}: _class_name={index.get('_class_name')!r} is not supported, only {PIPELINE!r}."
-        )
-    for name, expected in PARTS.items():
+    for name, expected in {"_class_name": PIPELINE, **PARTS}.items():
         if index.get(name) != expected:
             raise ValueError(f"{file}: {name}={index.get(name)!r} is not supported, only {expected!r}.")
     if scheduler is None:

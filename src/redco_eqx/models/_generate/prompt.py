@@ -100,9 +100,7 @@ def read_prompt(
 def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: Tokens | None) -> None:
     shape, dtype = jnp.shape(ids), jnp.result_type(ids)
     if mask is not None and jnp.shape(mask) != shape:
-        raise ValueError(
-            f"{name}: attention_mask has shape {jnp.shape(mask)}, but it must be that of inputs, {shape}."
-        )
+        raise ValueError(f"{name}: attention_mask has shape {jnp.shape(mask)}, but inputs {shape}.")
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: {argument} has dtype {dtype}, but tokens are integers.")
     if len(shape) != 2 or shape[1] == 0:
