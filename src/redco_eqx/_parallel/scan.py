@@ -85,8 +85,7 @@ def scan_layers(
         grow with depth. In a stack, all arrays have a leading dimension for the layers (as from
         `eqx.filter_vmap`). Put anything else that differs between layers next to the layers:
         `{"block": stack, "key": keys}`, or a list of such dicts. For a single layer in your own loop, pass a
-        list of one. If `layer_fn` only computes, put this into a function under `eqx.filter_jit`: then layers
-        that are equal but for their arrays are traced once.
+        list of one.
     - `x`: the PyTree of arrays that flows through the layers.
     - `remat`: the activations that the backward pass keeps; it recomputes the others. `none` keeps all
         activations (under `fsdp`, only the results of matrix products, because the operations between them are

@@ -289,12 +289,12 @@ def run_layers(
         "key": keys,
         "memory": None if memory is None else (memory.key, memory.value),
     }
-    # The cache of all layers is changed in place.
+    # The cache of all layers is changed in place, so its layout stays open (`None`).
     options: Any = {"batched": (True, None, None), "sequence_parallel": context.sequence_parallel}
     run, parts = functools.partial(scan_layers, one, remat=remat, **options), [{"layer": layers, **further}]
     if isinstance(layers, list):
-        is_foreign = any(map(_is_foreign, jax.tree.leaves(layers, is_leaf=_is_foreign)))
-        if isinstance(further["index"], Tracer) and not is_foreign:  # outside a trace, each call would compile
+        has_foreign = any(map(_is_foreign, jax.tree.leaves(layers, is_leaf=_is_foreign)))
+        if isinstance(further["index"], Tracer) and not has_foreign:  # outside a trace, each call would compile
             run = _traced_once(run)
         parts = [[{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}] for i, x in enumerate(layers)]
     flow = (x, () if cache is None else (cache.key, cache.value), sums)
