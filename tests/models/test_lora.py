@@ -158,7 +158,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (edit(lora_alpha="8"), "lora_alpha='8', but it must be a positive number"),
         (edit(r=2), r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]"),
         (rename("q_proj", "w_q"), r"no projections named \['model\.layers\.0\.self_attn\.w_q"),
-        (rename("lora_A", "lora_C"), "are not LoRA's: base_model"),
+        (rename("lora_A", "lora_C"), "other keys than LoRA's: base_model"),
         (rename("layers.1.mlp", "layers.7.mlp"), r"layers\.[17]\.mlp\.down_proj"),
     ]
     for i, (change, message) in enumerate(cases):

@@ -71,7 +71,7 @@ def load_stable_diffusion(
     directory = Path(directory).expanduser()
     file = directory / INDEX
     if not file.is_file():
-        raise FileNotFoundError(f"load_stable_diffusion: {file} is missing. It names the parts of the model.")
+        raise FileNotFoundError(f"load_stable_diffusion: {file} does not exist. It names the model's parts.")
     index = read_json(file)
     for name, expected in {"_class_name": PIPELINE, **PARTS}.items():
         if index.get(name) != expected:
