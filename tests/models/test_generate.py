@@ -223,7 +223,8 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
 
 def test_no_rows_have_no_texts():
     drawn = {"temperature": 1.0, "top_k": 3, "key": jax.random.key(0)}
-    for search, options in ((generate, {}), (generate, drawn), (beam_search, {"num_beams": 2})):
+    searches: list[tuple[Any, Any]] = [(generate, {}), (generate, drawn), (beam_search, {"num_beams": 2})]
+    for search, options in searches:
         found = search(model_of("gpt2", False), ROWS[:0], max_new_tokens=NEW, **options)
         assert {(x.shape[0], x.size) for x in jax.tree.leaves(found)} == {(0, 0)}
 
