@@ -243,7 +243,7 @@ def _is_foreign(x: object) -> bool:
 
 
 def _traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run(parts, flow)`, which traces parts that are equal but for their arrays once."""
+    """Return a function like `run`. It traces `run` once for all parts that are equal but for their arrays."""
 
     # `jax.jit`, not `eqx.filter_jit`, whose cache would keep `run`, and the values that it captures, alive.
     @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -1,5 +1,7 @@
 """Choose one token from the logits of one position; the largest entries of rows that may be split."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,7 +30,7 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
         values, places = jax.lax.top_k(jax.lax.collapse(x, 1), k)
         return values, places
     last, num_shards = x.shape[-1], tensor_size(mesh)
-    num_own = jax.lax.collapse(x, 1).shape[1] // num_shards
+    num_own = math.prod(x.shape[1:]) // num_shards
     # Each value is sent with its index.
     is_cut = num_shards > 1 and last % num_shards == 0 and 2 * min(k, num_own) < num_own
     rows = batch_axes(mesh, x.shape[0])
