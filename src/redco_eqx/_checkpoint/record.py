@@ -14,6 +14,7 @@ from typing import Any
 
 from redco_eqx._base.tree import describe
 from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, RunRecord, from_json, to_json
+from redco_eqx._paths import local_path
 
 # The small JSON file of a checkpoint: its content, its run, and the user's extras.
 
@@ -162,18 +163,16 @@ def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
-    for an object that is not a path."""
+    """Return the absolute path of a directory of checkpoints.
+
+    Raises as `local_path` does, and `ValueError` for a file.
+    """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
             f"the directory of checkpoints must be a path, but is a {type(directory).__name__}. It comes "
             "first: save(directory, state), restore(directory, like=state)."
         )
-    if "://" in os.fspath(directory):
-        raise ValueError(
-            f"{directory} is not a path of a file system. Mount the bucket, or save to a disk and copy."
-        )
-    path = pathlib.Path(directory).expanduser().absolute()
+    path = local_path("the directory of checkpoints", directory)
     if path.is_file():
         raise ValueError(f"{path} is a file, but checkpoints need a directory. Pass another path.")
     return path

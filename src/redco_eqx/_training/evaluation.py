@@ -32,6 +32,7 @@ from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, as_sequence, num_examples_of
 from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
+from redco_eqx._paths import local_path
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import compile_once, signature
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
@@ -260,6 +261,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
+        if self.predictions_directory is not None:
+            local_path("Evaluation: predictions_directory", self.predictions_directory)
         as_sequence("Evaluation: examples", self.examples)
         names = ("collate_fn", "loss_fn", "state_fn", "predict_fn", "output_fn", "metric_fn")
         check_functions("Evaluation", **{name: x for name in names if (x := getattr(self, name)) is not None})
@@ -309,7 +312,8 @@ class Evaluation:
             found = _as_row(self.metric_fn(data.sequence, predicted), row)
             row |= from_first(lambda: found)  # so that each process has the same numbers, even of a clock
         if self.predictions_directory is not None and jax.process_index() == 0:
-            path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
+            directory = local_path("Evaluation: predictions_directory", self.predictions_directory)
+            path = directory / f"step-{step}.jsonl"
             _write(path, data.sequence, predicted)
         return row
 

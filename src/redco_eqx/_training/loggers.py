@@ -20,6 +20,7 @@ import jax
 from redco_eqx._base.protocols import Logger
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord, from_json, to_json
 from redco_eqx._distributed.consensus import from_first
+from redco_eqx._paths import local_path
 from redco_eqx._step.window import Window
 
 
@@ -69,8 +70,11 @@ class JSONLLogger:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """**Arguments:** `path`: the file; the first row creates it and its directories. `~` is expanded."""
-        self._path = pathlib.Path(path).expanduser()
+        """**Arguments:** `path`: the file; the first row creates it and its directories. `~` is expanded.
+
+        Raises `ValueError` for the address of a bucket.
+        """
+        self._path = local_path("JSONLLogger: path", path)
         self._run: str | None = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:

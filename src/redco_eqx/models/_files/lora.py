@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from redco_eqx._base.tree import first_few, path_of, to_arrays, to_paths
+from redco_eqx._paths import local_path
 from redco_eqx._sharding.mesh import one_device_mesh
 from redco_eqx._sharding.rules import shard_rules
 from redco_eqx.models._blocks.decoder import DecoderLM
@@ -72,6 +73,7 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         projections that files store joined (Phi-3), or if arrays are abstract, deleted or not floating.
     - `OSError` if the files cannot be written; `RuntimeError` on the other processes.
     """
+    directory = local_path("save_lora: directory", directory)
     branches = _branches(model)
     kinds = {(x.lora_a.shape[-2], x.scale) for x in branches.values()}
     if len(kinds) != 1:
@@ -105,7 +107,7 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    directory, text = Path(directory).expanduser(), json.dumps(config, indent=2) + "\n"
+    text = json.dumps(config, indent=2) + "\n"
 
     def write(fetched: Iterator[np.ndarray]) -> None:
         directory.mkdir(parents=True, exist_ok=True)

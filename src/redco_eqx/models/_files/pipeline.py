@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from redco_eqx._parallel.linear import Remat
+from redco_eqx._paths import local_path
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._diffusion.model import VERSION
@@ -127,7 +128,7 @@ def save_stable_diffusion(
     """
     if not isinstance(model, StableDiffusion):
         raise TypeError(f"save_stable_diffusion: expected a StableDiffusion, got a {type(model).__name__}.")
-    directory = Path(directory).expanduser()
+    directory = local_path("save_stable_diffusion: directory", directory)
 
     def check(_: object) -> None:
         if model.index.source is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from redco_eqx._base.tree import to_arrays
+from redco_eqx._paths import local_path
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
@@ -125,7 +126,7 @@ def save_pretrained(
     arrays = to_arrays(model)
     check_arrays("save_pretrained", arrays)
     _check_family(model)
-    directory = Path(directory).expanduser()
+    directory = local_path("save_pretrained: directory", directory)
     if card is not None and not isinstance(card, str):
         card = card_of(model, directory.resolve().name, card)
     plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
