@@ -7,7 +7,10 @@ import os
 import pathlib
 import pickle
 import signal
+import subprocess
+import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +26,10 @@ from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, as
 
 import redco_eqx as rx
 from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._training import course
 from redco_eqx._training.course import Due, Plan, due
+
+TESTS = pathlib.Path(__file__).parents[1]
 
 
 def interrupt() -> None:
@@ -75,9 +81,121 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
     assert_counted(error.state, 2)
 
 
-def test_a_second_interrupt_leaves_at_once() -> None:
-    error = raised(KeyboardInterrupt, counted, collate_fn=Collate(3, lambda: (interrupt(), interrupt())))
+NUMBERS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+def test_the_same_signal_twice_is_one_request(number: Any, tmp_path: pathlib.Path) -> None:
+    """As srun and the batch script send it, or docker to a group."""
+
+    def twice() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
+        os.kill(os.getpid(), number)
+
+    error = raised(rx.errors.TrainingInterrupted, counted, None, tmp_path, collate_fn=Collate(3, twice))
+    assert error.signal == number
+    assert_counted(error.state, 3)
+    assert tiny.steps_in(tmp_path)[-1] == 3
+
+
+def test_a_later_interrupt_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "REPEAT_SECONDS", 0.1)
+
+    def twice() -> None:
+        interrupt()
+        time.sleep(0.5)
+        interrupt()
+
+    error = raised(KeyboardInterrupt, counted, collate_fn=Collate(3, twice))
     assert type(error) is KeyboardInterrupt
+
+
+TWO_SIGNALS = """
+import os, signal, sys, time
+from fit_helpers import counted, Collate
+first, second, seconds = sys.argv[1:]
+
+def both():
+    os.kill(os.getpid(), int(first))
+    time.sleep(float(seconds))
+    os.kill(os.getpid(), int(second))
+    time.sleep(5)
+
+counted(collate_fn=Collate(3, both))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seconds", "code"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 0.2, 143),  # `fit` ends, after its step
+        (signal.SIGTERM, signal.SIGTERM, 2.5, -signal.SIGTERM),
+        (signal.SIGINT, signal.SIGTERM, 0.2, -signal.SIGTERM),
+    ],
+    ids=["again", "later", "another"],
+)
+def test_the_second_signal_of_a_program(first: int, second: int, seconds: float, code: int) -> None:
+    arguments = map(str, (int(first), int(second), seconds))
+    program = [sys.executable, "-c", TWO_SIGNALS, *arguments]
+    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch": 2}, {"prefetch": 0}], ids=str)
+def test_a_signal_while_the_reader_hangs_saves(
+    options: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "PATIENCE_SECONDS", 0.5)
+    is_over = threading.Event()
+
+    def hang() -> None:
+        time.sleep(0.5)  # the steps before this batch are taken meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
+        is_over.wait(60)
+
+    examples = rx.Data(EXAMPLES, **options)
+    collate_fn = Collate(6, hang)
+    arguments: Any = {"collate_fn": collate_fn, "checkpoints": tmp_path, "num_epochs": 3}
+    began = time.monotonic()
+    error = raised(rx.errors.TrainingInterrupted, fit, None, examples, **arguments)
+    seconds = time.monotonic() - began
+    is_over.set()
+    assert seconds < 30
+    assert tiny.steps_in(tmp_path)[-1] == error.step
+    assert error.step >= 4
+    resumed = fit(None, EXAMPLES, checkpoints=tmp_path, num_epochs=3)
+    assert_same(resumed, fit(None, EXAMPLES, num_epochs=3))
+
+
+HANGING = """
+import sys, time
+from fit_helpers import EXAMPLES, Collate, fit
+import redco_eqx as rx
+
+def hang():
+    print("hangs", flush=True)
+    time.sleep(3600)
+
+fit(None, rx.Data(EXAMPLES, num_workers=2), collate_fn=Collate(6, hang), num_epochs=9)
+"""
+
+
+def test_ctrl_c_ends_a_program_whose_worker_hangs() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", HANGING], cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "hangs\n"
+        program.send_signal(signal.SIGINT)
+        time.sleep(course.REPEAT_SECONDS + 0.5)
+        program.send_signal(signal.SIGINT)
+        try:
+            # The second Ctrl-C, or the first if the wait for the batch was over before.
+            assert program.wait(15) in (130, -signal.SIGINT)
+        finally:
+            program.kill()
 
 
 def test_an_interrupt_while_the_last_good_state_waits() -> None:

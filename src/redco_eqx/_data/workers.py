@@ -1,12 +1,18 @@
 """Threads that work ahead of a loop, in order."""
 
+import atexit
 import contextlib
+import functools
 import math
+import queue
+import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
 
 from redco_eqx._data.data import Data, Stream
 
@@ -15,6 +21,87 @@ B = TypeVar("B")
 
 CHEAP_SECONDS = 2e-4
 """The time to pass a batch between two threads that share Python's lock, measured with the loop of `fit`."""
+
+
+_EXIT_SECONDS = 10.0
+"""At the end of the program, the time that all threads may take to end their work."""
+
+_HANG_SECONDS = 1.0
+"""The same after Ctrl-C, or if one of the threads is known to hang."""
+
+_Call: TypeAlias = tuple[Future[Any], Callable[[], Any]]
+
+
+class _Threads:
+    """Threads that call functions, in the order in which they are submitted.
+
+    When Python ends, it waits without a limit for the threads of a
+    `ThreadPoolExecutor`. One that hangs (it reads from a dead network mount, for
+    example) would keep the program alive, also after Ctrl-C. For these threads, it
+    waits a few seconds.
+    """
+
+    def __init__(self, num_threads: int):
+        # Garbage collection may call `end` in the middle of another call, which this kind of queue allows.
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        for _ in range(num_threads):
+            thread = threading.Thread(target=_work, args=(self._calls,), name="redco_eqx.batches", daemon=True)
+            thread.start()
+            _running.add(thread)
+        _pools.add(self)
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function in one of the threads."""
+        future: Future[Any] = Future()
+        self._calls.put((future, function))
+        return future
+
+    def end(self) -> None:
+        """Let each thread end after its current call, and cancel the other calls. Does not wait."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if call := self._calls.get_nowait():
+                    call[0].cancel()  # another thread may wait for its result
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+
+
+_pools: weakref.WeakSet[_Threads] = weakref.WeakSet()
+_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function = call
+        try:
+            future.set_result(function())
+        except BaseException as error:  # a SystemExit, too, is raised where the result is asked for
+            future.set_exception(error)
+        # Otherwise, this would keep a batch in memory while it waits for the next call.
+        del call, future, function
+
+
+_is_one_hanging = False
+
+
+def note_hang() -> None:
+    """Note that a thread hangs, so that the end of the program does not wait for it."""
+    global _is_one_hanging
+    _is_one_hanging = True
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before the interpreter, because it aborts when one of them returns from C++ later."""
+    seconds = _EXIT_SECONDS
+    if _is_one_hanging or isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        seconds = _HANG_SECONDS
+    end = time.monotonic() + seconds
+    for pool in list(_pools):
+        pool.end()
+    for thread in list(_running):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -36,9 +123,6 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
     `CHEAP_SECONDS` is made without the thread. (A stream may depend on the thread that reads it.)
     """
     num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
-    reader = makers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
-    if num_threads > 1:
-        makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
 
     def made(next_job: Future[J | None] | None) -> tuple[B | None, float]:  # `None` at the end
         began = time.perf_counter()
@@ -47,13 +131,20 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
 
     pending: deque[Future[tuple[B | None, float]]] = deque()
     can_be_here, seconds = isinstance(options, Data) and num_threads == 0, math.inf
+    reader: _Threads | None = None
+    makers: _Threads | None = None
     try:
         while True:
             is_here = num_ahead == 0 or (can_be_here and seconds < CHEAP_SECONDS)
-            while not is_here and len(pending) <= num_ahead:
-                # A single thread reads and makes in one go.
-                next_job = None if makers is reader else reader.submit(next, jobs, None)
-                pending.append(makers.submit(made, next_job))
+            if reader is None and not is_here:
+                reader = _Threads(1)
+                makers = _Threads(num_threads) if num_threads > 1 else None
+            while reader is not None and not is_here and len(pending) <= num_ahead:
+                if makers is None:  # a single thread reads and makes in one go
+                    pending.append(reader.submit(functools.partial(made, None)))
+                else:
+                    next_job = reader.submit(functools.partial(next, jobs, None))
+                    pending.append(makers.submit(functools.partial(made, next_job)))
             batch, seconds = pending.popleft().result() if pending else made(None)
             if batch is None:
                 return
@@ -61,5 +152,6 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
     finally:
         # Do not wait: each thread ends after its current batch, and garbage collection may run this in one of
         # them.
-        for threads in {reader, makers}:
-            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (reader, makers):
+            if threads is not None:
+                threads.end()

@@ -3,24 +3,28 @@
 The state survives either end.
 """
 
+import ctypes
 import dataclasses
 import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from signal import Signals
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._data.workers import note_hang
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.state import TrainState
 from redco_eqx._training.loggers import History
+
+T = TypeVar("T")
 
 # The things that are due at a step, as a pure function of the plan and the run so far.
 
@@ -225,8 +229,17 @@ def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: A
     return kind(state, step, Signals(signum), checkpoint, history)
 
 
+REPEAT_SECONDS = 2.0
+"""The time in which the same signal counts as one request: `srun` and the batch script, or a container and its
+group, each send one."""
+
+PATIENCE_SECONDS = 3.0
+"""After a signal, the time that a batch may still take. `docker stop` kills a program after 10 seconds."""
+
+
 class InterruptFlag:
-    """A context in which the first SIGINT or SIGTERM only sets `signal`. The second has its usual effect.
+    """A context in which the first SIGINT or SIGTERM only sets `signal`. The same signal is then ignored for
+    `REPEAT_SECONDS`. Any other signal, and any later one, has its usual effect.
 
     Does nothing outside the main thread, or for a signal that the program handles itself.
     """
@@ -234,6 +247,7 @@ class InterruptFlag:
     def __init__(self) -> None:
         self.signal = 0
         self._previous: dict[int, Any] = {}
+        self._is_waiting = False
 
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
@@ -247,7 +261,73 @@ class InterruptFlag:
         while self._previous:
             signal.signal(*self._previous.popitem())
 
+    def end_early(self, items: Iterator[T]) -> Iterator[T | None]:
+        """Yield the items. If a signal comes, and the next item takes longer than
+        `PATIENCE_SECONDS`, yield `None` in its place, and end.
+
+        So a run can be saved although its reader hangs. Several processes must end at
+        the same step, so with them this waits for the item.
+        """
+        can_end_alone = jax.process_count() == 1
+        try:
+            while True:
+                self._is_waiting = can_end_alone
+                try:
+                    item = next(items, None)
+                finally:
+                    self._is_waiting = False
+                    self._cancel_alarm()
+                if item is None:
+                    return
+                yield item
+        except _ReaderHangsError:
+            note_hang()
+        yield None
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signal = signum
-        # Restore it at once, so that a second signal also ends a program that is stuck outside Python.
+        # Restore the usual effects at once. A later call of this method could not:
+        # Python calls it between two of its own instructions, but a second signal must
+        # also end a program that is stuck outside Python.
         self.__exit__()
+        _ignore_for(signum, REPEAT_SECONDS)
+        if self._is_waiting and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.signal(signal.SIGALRM, _raise_reader_hangs)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+
+    def _cancel_alarm(self) -> None:
+        if signal.getsignal(signal.SIGALRM) is _raise_reader_hangs:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+class _ReaderHangsError(BaseException):
+    """The next batch does not come. No `Exception`, because the user's reader may catch those."""
+
+
+def _raise_reader_hangs(signum: int, frame: FrameType | None) -> None:
+    raise _ReaderHangsError
+
+
+def _ignore_for(signum: int, seconds: float) -> None:
+    """Ignore a signal for some seconds."""
+    # `signal.signal` works only in the main thread, which may be stuck outside Python
+    # when the time is over. So another thread restores the handler, by the functions in
+    # C that `signal.signal` itself calls.
+    get_handler = ctypes.pythonapi.PyOS_getsig
+    get_handler.argtypes = (ctypes.c_int,)
+    get_handler.restype = ctypes.c_void_p
+    set_handler = ctypes.pythonapi.PyOS_setsig
+    set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    set_handler.restype = ctypes.c_void_p
+    ignore = int(signal.SIG_IGN)
+    usual = set_handler(signum, ignore)
+
+    def restore() -> None:
+        # Another call of `fit` may have set its own handler meanwhile.
+        if get_handler(signum) == ignore:
+            set_handler(signum, usual)
+
+    timer = threading.Timer(seconds, restore)
+    timer.daemon = True
+    timer.start()

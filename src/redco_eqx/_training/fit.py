@@ -114,7 +114,11 @@ def fit(
     - `NonFiniteError`, with the last good state: a loss or gradient norm is not finite. Under `jax_debug_nans`
         or `jax_debug_infs`, it comes from the line of `loss_fn` that produced the value.
     - `TrainingInterrupted`, with the state: a SIGINT (Ctrl-C) or SIGTERM came. The current step ends first, and
-        the state is saved if there are `checkpoints`. A second signal ends the program at once.
+        the state is saved if there are `checkpoints`. The same signal again within 2 seconds is part of the
+        same request, because a launcher and a batch script may each send one. A later signal, or another
+        one, ends the program at once. If the next batch does not come within 3 seconds of the signal, the
+        run ends without it, so that a reader that hangs cannot prevent the save. (Several processes wait
+        for the batch.)
     - `ImportError`: you passed `checkpoints`, but Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
@@ -197,7 +201,7 @@ def fit(
         )  # fmt: skip
         del state  # `training` has the state; this name would keep the memory of the initial one
         with training:
-            return training.loop(places)
+            return training.loop(places, place)
 
 
 def _saver(checkpoints: Any) -> "Saver":

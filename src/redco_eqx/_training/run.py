@@ -6,7 +6,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -162,14 +162,17 @@ class Training:
         """The numbers of the run so far."""
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
-    def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> tuple[TrainState, History]:
+    def loop(self, places: Iterator[tuple[Batch | None, Place]], place: Place) -> tuple[TrainState, History]:
         """Take steps, and after each do everything that is due, until the plan is complete.
+
+        `places` are the batches, each with the place after it, that follow `place`.
 
         Raises `TrainingInterrupted` if a signal comes first.
         """
         stop, vote = 0, Vote(self._mesh)
         began = time.perf_counter()
-        for batch, place in places:
+        for found in self.interrupt.end_early(places):
+            batch, place = found or (None, place)
             self._waited += time.perf_counter() - began
             if batch is not None:
                 self._step(batch, place)
