@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from redco_eqx._base.protocols import check_positive
+from redco_eqx._base.tree import first_few, is_array, leaves_with_paths
 from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._data.workers import note_hang
 from redco_eqx._distributed.consensus import from_first
@@ -115,9 +116,11 @@ class Hook(Protocol):
     """`(run, row, state) -> None`, or `True` to end the run: `fit` calls it after each row and each evaluation.
 
     - `run`: the run so far ([`RunRecord`][]), with all its `evaluations`.
-    - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
+    - `row`: a copy of the metrics that were just logged: `train/...` of the steps since the last row, or
+        `eval/...`.
     - `state`: the state after the last step. The next step deletes its arrays, so copy those that you want to
-        keep with `jax.device_get`.
+        keep with `jax.device_get`. A hook that deletes them itself (it passes the state to a step that donates
+        it) ends the run with an error, so pass such a step a copy, `jax.tree.map(jnp.copy, state)`.
 
     A run that its hook ends is whole: as at its last step, it ends with an evaluation (if it has any) and a
     save. `fit` calls the hook on every process at the same steps, and process 0 decides whether the run ends. A
@@ -131,15 +134,33 @@ class Hook(Protocol):
 def apply_hook(hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState) -> RunRecord:
     """Call the hook, and return the run, which the hook may have ended.
 
-    Raises `TypeError` if the hook returns something else than `None` or a bool.
+    Raises `TypeError` if the hook returns something else than `None` or a bool, and
+    `ValueError` if it deletes arrays of the state.
     """
-    stop = hook(run, row, jax.tree.map(lambda x: x, state))  # in dicts of its own
+    # In dicts of its own: what the hook changes in them is not the run's.
+    stop = hook(run, dict(row), jax.tree.map(lambda x: x, state))
+    check_not_donated(state, "hook")
     if stop is not None and not isinstance(stop, bool | np.bool_):
         raise TypeError(
             f"hook must return None, or True to end the run, but returned a {type(stop).__name__}. It cannot "
             "change the state."
         )
     return dataclasses.replace(run, stopped=run.stopped or from_first(lambda: bool(stop)))
+
+
+def check_not_donated(state: TrainState, function: str) -> None:
+    """Raise `ValueError` if a function of the user has deleted arrays of the state.
+
+    The next step would end the process: jaxlib 0.10.2 reads deleted arguments of a compiled
+    program (openxla/xla#22604).
+    """
+    deleted = [path for path, x in leaves_with_paths(state) if is_array(x) and x.is_deleted()]
+    if deleted:
+        raise ValueError(
+            f"{function} deleted {first_few(deleted, most=3)} of the state that fit passed to it, so the "
+            "run cannot go on. A step deletes the state that it is given: pass it a copy, "
+            "jax.tree.map(jnp.copy, state), or use jit_step(step, donate=False)."
+        )
 
 
 # Ending a run early.

@@ -25,7 +25,16 @@ from redco_eqx._step.kept import compile_once, signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import Window, accumulated, all_finite, guarded
-from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan, apply_hook, due, interruption
+from redco_eqx._training.course import (
+    Hook,
+    InterruptFlag,
+    NonFiniteError,
+    Plan,
+    apply_hook,
+    check_not_donated,
+    due,
+    interruption,
+)
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
 from redco_eqx._training.loggers import History, Reporter
 
@@ -328,6 +337,7 @@ class Training:
                 row = evaluation(self.state, watch=watch, programs=self._evaluated)
         except _StoppedError:
             return False
+        check_not_donated(self.state, "a function of the evaluation (state_fn, for example)")
         self.reporter.row(self.run.step, row)
         run = self.run.evaluated(row)
         self.run = run if self.hook is None else self._call(self.hook, row, run)  # if it raises, it comes again
