@@ -73,14 +73,21 @@ def raised(exception: Any, call: Any, *arguments: Any, match: str | None = None,
 
 
 class Collate:
-    """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts, or sends a signal."""
+    """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts, or sends a signal.
+
+    A run with checkpoints makes its first batch twice. The second call does not count.
+    """
 
     def __init__(self, at: int | None = None, act: Any = signal.SIGTERM):
         self.ids: list[int] = []
         self.num_calls = 0
         self._at, self._act = at, act
+        self._first: Any = None
 
     def __call__(self, examples: Any) -> Any:
+        if self._first is examples:
+            return collate(examples)
+        self._first = examples
         self.num_calls += 1
         if self.num_calls == self._at:
             os.kill(os.getpid(), self._act) if isinstance(self._act, int) else self._act()

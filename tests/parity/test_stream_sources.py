@@ -132,3 +132,92 @@ def test_a_dataset_of_grain_that_repeats_itself() -> None:
     made = rx.batches(repeated, collate, batch_size=4, mesh=rx.make_mesh(data=4), key=jax.random.key(0))
     assert all(0 <= x < NUM for batch in itertools.islice(made, 3) for x in batch.tolist())
     made.close()
+
+
+# Workers of torch's DataLoader over an IterableDataset
+
+
+class EachWhole(torch.utils.data.IterableDataset):
+    """Every worker yields all items, which is what torch does by itself."""
+
+    def __iter__(self) -> Any:
+        return iter(range(NUM))
+
+
+class Divided(EachWhole):
+    """Every worker yields its part, as torch's page on the class says."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return iter(range(NUM))
+        return iter(range(worker.id, NUM, worker.num_workers))
+
+
+class ShuffledEach(EachWhole):
+    """Every worker yields all items in an order of its own, so no repetition is seen."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        seed = 0 if worker is None else worker.id
+        return iter(np.random.default_rng(seed).permutation(NUM).tolist())
+
+
+def divide(number: int) -> None:
+    """A `worker_init_fn`, torch's other way."""
+    worker = torch.utils.data.get_worker_info()
+    worker.dataset.__class__ = Divided
+
+
+def from_workers(
+    dataset: Any, num_workers: int = 2, *, disjoint: bool = False, batched: bool = False, **options: Any
+) -> list[int]:
+    """The items of the first six batches of a stream over a `DataLoader`."""
+    size = BATCH_SIZE if batched else None
+    stream = rx.Stream(
+        lambda epoch: torch.utils.data.DataLoader(
+            dataset, batch_size=size, num_workers=num_workers, drop_last=batched, **options
+        ),
+        batched=batched,
+        disjoint_workers=disjoint,
+    )
+    mesh = rx.make_mesh(data=1, devices=jax.devices()[:1])
+    made = rx.batches(stream, collate, batch_size=BATCH_SIZE, mesh=mesh)
+    found = [x.tolist() for x in itertools.islice(made, 6)]
+    made.close()
+    return list(itertools.chain.from_iterable(found))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["items", "batches"])
+def test_workers_that_each_yield_every_item_are_refused(batched: bool) -> None:
+    with (
+        pytest.warns(UserWarning, match="2 workers over an IterableDataset"),
+        pytest.raises(ValueError, match=r"each item is read 2 times.*get_worker_info.*disjoint_workers=True"),
+    ):
+        from_workers(EachWhole(), batched=batched)
+
+
+@pytest.mark.parametrize("dataset", [Divided(), ShuffledEach()], ids=["divided", "shuffled"])
+def test_workers_whose_items_do_not_repeat_at_once_are_warned_of(dataset: Any) -> None:
+    with pytest.warns(UserWarning, match="yields every item, unless the dataset divides its items"):
+        from_workers(dataset)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize(
+    ("dataset", "num_workers", "options"),
+    [
+        (Divided(), 2, {"disjoint": True}),
+        (EachWhole(), 1, {}),
+        (EachWhole(), 0, {}),
+        (EachWhole(), 2, {"worker_init_fn": divide}),
+        (range(NUM), 2, {}),
+        (part(0, num=NUM, buffer_size=None), 2, {}),
+    ],
+    ids=["said to be disjoint", "one worker", "no worker", "worker_init_fn", "by index", "Hugging Face"],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+@pytest.mark.filterwarnings("ignore:Too many dataloader workers")
+def test_each_item_is_read_once_without_a_word(dataset: Any, num_workers: int, options: Any) -> None:
+    found = from_workers(dataset, num_workers, **options)
+    assert len(set(found)) == len(found) == 6 * BATCH_SIZE

@@ -95,6 +95,10 @@ class Stream:
     - `batched`: true if each item is already a batch of all rows that this process reads. `collate_fn` gets the
         item itself and turns it into NumPy arrays.
     - `prefetch`, `num_workers`: see [`Data`][].
+    - `disjoint_workers`: true if the stream is a `DataLoader` over an `IterableDataset`, and each of its
+        workers reads another part of it (by `torch.utils.data.get_worker_info()`). By default, every worker
+        of torch yields every item, so a stream warns about several workers, and raises an error when it
+        sees that their items repeat. Datasets of Hugging Face divide themselves, and need no argument.
 
     Raises `TypeError` for an iterator, and `ValueError` for values that cannot be used together.
     """
@@ -105,6 +109,7 @@ class Stream:
     batched: bool = False
     prefetch: int = 2
     num_workers: int = 0
+    disjoint_workers: bool = False
 
     def __post_init__(self) -> None:
         check_workers("Stream", self.prefetch, self.num_workers)

@@ -1,7 +1,8 @@
 """Put batches on the devices: which rows a process needs, and the arrays from `collate_fn`."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -118,8 +119,7 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
         if not is_array or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise TypeError(
                 f"{name} is {describe(leaf) if is_array else f'a {type(leaf).__name__}'}, but must be a NumPy "
-                "array of numbers and booleans only. Use np.asarray, or np.stack over the examples. Encode "
-                "everything else, or leave it out (the loss function gets keys for random numbers)."
+                f"array of numbers and booleans only. {_remedy(leaf)}"
             )
         if leaf.shape[:1] != (num_examples,):
             raise ValueError(
@@ -129,3 +129,22 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
             )
         if excess := excess_of(leaf):
             raise ValueError(f"{name} is {describe(leaf)} and {excess}.")
+
+
+def _remedy(leaf: object) -> str:
+    """Say how to turn an object of a batch into arrays."""
+    name = type(leaf).__name__
+    if isinstance(leaf, Mapping):
+        return (
+            f"JAX does not look into a {name}. Return a dict of NumPy arrays, such as "
+            "{name: np.asarray(x) for name, x in batch.items()}."
+        )
+    if dataclasses.is_dataclass(leaf):
+        return (
+            f"JAX does not look into a plain dataclass. Return vars(batch), which is a dict, or write "
+            f"@jax.tree_util.register_dataclass above @dataclass of {name}."
+        )
+    return (
+        "Use np.asarray, or np.stack over the examples. Encode everything else, or leave it out (the loss "
+        "function gets keys for random numbers)."
+    )

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import marshal
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -94,9 +95,25 @@ class Reading(Iterator[Any]):
 
     def __next__(self) -> Any:
         item = next(self._items)
+        if self._num_items < 2 * self._num_readers:
+            self._first.append(checksum(item))
+            self._check_readers()
         self._num_items += 1
         self._checksum = checksum(item, self._checksum)
         return item
+
+    def _check_readers(self) -> None:
+        """Raise `ValueError` if each of the first two items came once from every worker of
+        a `DataLoader`, which takes one item from each worker in turn."""
+        num = self._num_readers
+        if len(self._first) < 2 * num:
+            return
+        one, other = set(self._first[:num]), set(self._first[num:])
+        if len(one) == len(other) == 1 and one != other:
+            raise ValueError(
+                f"Stream: each of the {num} workers of its DataLoader yields every item, so each item is "
+                f"read {num} times in an epoch. {_OF_WORKERS}"
+            )
 
     def position(self) -> Position:
         """Return the position after the items that have been read. Must be called after each batch, because it
@@ -115,6 +132,14 @@ class Reading(Iterator[Any]):
         A state belongs either to the iterable, which must get it before the iteration, or to the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
+        self._num_readers = 0 if self._stream.disjoint_workers else _num_readers(source)
+        self._first: list[int] = []
+        if self._num_readers:
+            warnings.warn(
+                f"Stream: its DataLoader has {self._num_readers} workers over an IterableDataset. Each of "
+                f"them yields every item, unless the dataset divides its items. {_OF_WORKERS}",
+                stacklevel=2,
+            )
         owner: Any = source if _state_of(source) else iter(source)
         if begin.state is not None and owner is source:
             owner = _twin(source)
@@ -223,6 +248,28 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
         return repr(x).encode(), ()
     size = getattr(x, "size", None)  # an image has one
     return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
+
+
+_OF_WORKERS = (
+    "In its __iter__, take the part of torch.utils.data.get_worker_info().id, and pass "
+    "Stream(..., disjoint_workers=True). Or pass num_workers=0 to the DataLoader, and "
+    "Stream(..., num_workers=n) for n threads that collate."
+)
+
+
+def _num_readers(source: Any) -> int:
+    """Count the workers of a torch `DataLoader` that may all yield the same items; 0 for
+    any other source, and if there is only one worker."""
+    dataset, num_workers = getattr(source, "dataset", None), getattr(source, "num_workers", 0)
+    if not isinstance(num_workers, int) or num_workers < 2:
+        return 0
+    if getattr(source, "worker_init_fn", None) is not None:  # torch's other place to divide
+        return 0
+    classes = type(dataset).__mro__
+    # By name, because this package does not need torch.
+    is_iterable = any(c.__name__ == "IterableDataset" and c.__module__.startswith("torch.") for c in classes)
+    divides_itself = any(c.__module__.startswith("datasets.") for c in classes)
+    return num_workers if is_iterable and not divides_itself else 0
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

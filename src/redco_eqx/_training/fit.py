@@ -154,7 +154,13 @@ def fit(
     check_whole("fit", batch_size=batch_size)
     check_positive("fit", num_microbatches=num_microbatches)
     check_batch_size("fit", batch_size, mesh, num_microbatches)
-    epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    making = collate_fn
+    if saver is not None:
+        # Imported here, because only a run that can be resumed needs it.
+        from redco_eqx._data.collation import CollatedTwice
+
+        making = CollatedTwice(collate_fn)
+    epochs = Epochs(train_examples, making, batch_size=batch_size, mesh=mesh)
     total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(step_timeout_seconds))
