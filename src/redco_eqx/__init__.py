@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from redco_eqx._data.data import Stream as Stream
     from redco_eqx._distributed.initialize import initialize_distributed as initialize_distributed
     from redco_eqx._planning.plan import plan as plan
+    from redco_eqx._sharding.kinds import parameter_kinds as parameter_kinds
     from redco_eqx._sharding.mesh import batch_sharding as batch_sharding
     from redco_eqx._sharding.mesh import make_mesh as make_mesh
     from redco_eqx._sharding.rules import explain as explain

@@ -236,14 +236,16 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Convert a mask or labels over a model for optax, which sees the parameters as `{path: array}`.
 
     ```python
-    is_matrix = jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, model)
-    optimizer = optax.adamw(1e-3, mask=rx.by_path(is_matrix))
+    decayed = {path: kind == "matrix" for path, kind in rx.parameter_kinds(model).items()}
+    optimizer = optax.adamw(1e-3, mask=rx.by_path(decayed))
     ```
+
+    Do not decide by the number of dims: the norms of stacked layers have two. [`parameter_kinds`][] knows them.
 
     **Arguments:**
 
-    - `tree`: the mask or the labels, as a tree like the model. A value in place of a whole part, such as a
-        layer, applies to everything in that part. The tree may also have values for leaves that are not
+    - `tree`: the mask or the labels, as a tree like the model or by path. A value in place of a whole part, such
+        as a layer, applies to everything in that part. The tree may also have values for leaves that are not
         trained.
 
     **Returns:**

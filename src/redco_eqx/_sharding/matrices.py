@@ -46,6 +46,11 @@ class Node:
     def is_norm(self) -> bool:
         return type(self.value).__name__.lower().endswith("norm")
 
+    @property
+    def has_known_rank(self) -> bool:
+        """True if the type of some module below says how many dims its weight has without stacked copies."""
+        return any(_own_stack(node) is not None for node in self.walk())
+
     def child(self, *names: str) -> "Node | None":
         """The first direct child that is an array with one of these names."""
         return next((c for c in self.children if c.name in names and c.is_array), None)
@@ -148,7 +153,7 @@ def _own_stack(node: Node) -> int | None:
     return None
 
 
-_TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
+TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
 
 
 def _find_matrix(node: Node) -> None:
@@ -158,7 +163,7 @@ def _find_matrix(node: Node) -> None:
         return
     rank = len(weight.shape) - stack
     window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
-    is_named = "embed" in type(node.value).__name__.lower() or _TABLE_NAMES.search(node.name)
+    is_named = "embed" in type(node.value).__name__.lower() or TABLE_NAMES.search(node.name)
     is_table = hasattr(node.value, "num_embeddings") or (is_named and not hasattr(node.value, "in_features"))
     if is_table and rank == 2:
         node.table = Matrix(node, weight, stack, stack + 1)
