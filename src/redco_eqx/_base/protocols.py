@@ -87,6 +87,7 @@ Metrics: TypeAlias = dict[str, Mean]
 
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "epoch", "mfu", "examples_per_second")
 RESERVED_METRICS += ("tokens_per_second", "data_wait_seconds", "slowest_process", "slowest_by_seconds")
+RESERVED_METRICS += ("rounded_away",)
 
 
 CollateFn: TypeAlias = Callable[[Sequence[PyTree]], Batch]

@@ -244,9 +244,9 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
     **Arguments:**
 
-    - `tree`: the mask or the labels, as a tree like the model or by path. A value in place of a whole part, such
-        as a layer, applies to everything in that part. The tree may also have values for leaves that are not
-        trained.
+    - `tree`: the mask or the labels, as a tree like the model or as a dict by path. A value in place of a whole
+        part, such as a layer, applies to everything in that part. The tree may also have values for leaves that
+        are not trained.
 
     **Returns:**
 
@@ -273,6 +273,9 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Cast the floating arrays of `tree` to `dtype`; integers, booleans, keys and non-arrays stay as they are.
 
+    So does an `eqx.nn.State`: the running statistics of BatchNorm move by a small part of themselves in each
+    step, which 16 bits would round away.
+
     Use it inside a loss or predict function to compute in low precision over float32 parameters:
     `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too: bfloat16 times float32 is
     float32.
@@ -285,9 +288,9 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     """
 
     def one(x: PyTree) -> PyTree:
-        if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        if isinstance(x, eqx.nn.State) or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         is_abstract = isinstance(x, jax.ShapeDtypeStruct)
         return x.update(dtype=dtype, weak_type=False) if is_abstract else x.astype(dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))

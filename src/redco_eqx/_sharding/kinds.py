@@ -1,4 +1,4 @@
-"""The kind of each array of a model: matrix, table, norm or bias. Stacked layers have the kinds of one layer."""
+"""The kind of each array of a model: matrix, table, norm or bias. A stack of layers has the kinds of one."""
 
 import re
 from typing import Literal, TypeAlias

@@ -204,12 +204,39 @@ def check_is_state(x: object, what: str) -> None:
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
     """The first leaf that differs between two trees by shape or dtype: its path, and the leaf before and
     after."""
-    old, new = ({path: describe(x) for path, x in leaves_with_paths(tree)} for tree in (before, after))
+
+    def described(tree: PyTree) -> dict[str, str]:
+        pairs = leaves_with_paths(tree)
+        return {path: describe(x) if is_array(x) else f"a {type(x).__name__}" for path, x in pairs}
+
+    old, new = described(before), described(after)
     for path in {**old, **new}:
         was, became = old.get(path, "missing"), new.get(path, "missing")
         if was != became:
             return path, was, became
     return None
+
+
+def check_unchanged(before: TrainState, after: TrainState) -> None:
+    """Raise `ValueError`, naming the array, if a step changed the structure, a shape or a dtype of its state.
+
+    The next step would be compiled again, for a state of another kind. Statistics in fewer bits would also stop
+    moving.
+    """
+    change = first_change(before, after)
+    if change is None:
+        return
+    path, was, became = change
+    hint = (
+        "A step returns a state like the one that it was given. To make a state of another kind, use "
+        "jit_step(..., donate=False)."
+    )
+    if path.startswith("model_state"):
+        hint = (
+            "Return the eqx.nn.State with the dtypes and shapes that it had. To compute in low precision, "
+            "cast the model and the batch, as in model = rx.cast(model, dtype), but not the State."
+        )
+    raise ValueError(f"the step changes the state: {path} was {was} and became {became}. {hint}")
 
 
 def check_alive(state: TrainState) -> None:

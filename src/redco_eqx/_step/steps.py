@@ -37,8 +37,17 @@ from redco_eqx._step.layout import (
     split_rows,
 )
 from redco_eqx._step.mends import for_partitioner
-from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
-from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_alive, check_is_state, stream
+from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, rounded_away, update
+from redco_eqx._step.state import (
+    EVALUATE,
+    PREDICT,
+    TRAIN,
+    TrainState,
+    check_alive,
+    check_is_state,
+    check_unchanged,
+    stream,
+)
 
 # Checks of the value that a loss function returns.
 
@@ -133,13 +142,17 @@ def train_step(
     **Returns:**
 
     The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (the global L2
-    norm before the optimizer), and `learning_rate` if the optimizer uses `optax.inject_hyperparams`.
+    norm before the optimizer), and `learning_rate` if the optimizer uses `optax.inject_hyperparams`. If trained
+    arrays have fewer than 32 bits, `rounded_away` is the share of their elements that have a gradient and an
+    update, but stay the same number, because the update is too small for them. Above a half, most of the
+    training is lost: keep float32 parameters, and [`cast`][] them in the loss.
 
     **Raises:**
 
     `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a metric has a reserved
-    name; the batch does not divide into the microbatches; the state belongs to another optimizer; a `jit` is
-    under `jax.set_mesh` of another mesh.
+    name; the batch does not divide into the microbatches; the state belongs to another optimizer; the new state
+    has other shapes or dtypes (statistics of an `eqx.nn.State` that were cast, for example); a `jit` is under
+    `jax.set_mesh` of another mesh.
     """
     check_is_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
@@ -152,6 +165,8 @@ def train_step(
 
     def loss_of(model: Any, batch: Batch, key: Key) -> Any:
         loss, metrics, new_model_state = unpack_loss(state, loss_fn(model, batch, key), 1.0)
+        # Before the scan over microbatches, which would name no array.
+        check_unchanged(state, dataclasses.replace(state, model_state=new_model_state))
         return loss.value, (loss, metrics, new_model_state)
 
     first = batch
@@ -203,6 +218,9 @@ def train_step(
     learning_rate = learning_rate_of(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
+    lost = rounded_away(params, new_params, updates, grads)
+    if lost is not None:
+        report["rounded_away"] = lost
     new_state = dataclasses.replace(
         state,
         params=constrain(new_params, layout),
@@ -210,6 +228,7 @@ def train_step(
         opt_state=opt_state,
         step=state.step + 1,
     )
+    check_unchanged(state, new_state)
     return new_state, report
 
 
@@ -331,9 +350,16 @@ class JittedStep(Generic[R]):
     """The result of `jit_step`. Call it like the step, or inspect the program with `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
+        def checked(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
+            result = step(*arguments, **named)
+            new = result[0] if isinstance(result, tuple) and result else result
+            if donate and isinstance(new, TrainState):
+                check_unchanged(arguments[0], new)
+            return result
+
         @functools.wraps(step, assigned=("__doc__",))
         def run(*arguments: Any, **named: Any) -> R:
-            program = trace(lambda arguments, named: step(*arguments, **named), arguments, named)
+            program = trace(checked, arguments, named)
             return for_partitioner(program, traced_mesh(arguments))(arguments, named)
 
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
@@ -377,6 +403,7 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Raises:**
 
-    `ValueError` on a call with a state that has been deleted.
+    `ValueError` on a call with a state that has been deleted. With `donate`, also if `step` returns a state
+    with another structure, or with arrays of other shapes or dtypes.
     """
     return JittedStep(step, donate=donate)

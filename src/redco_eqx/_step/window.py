@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from redco_eqx._base.protocols import Batch, Mean, Metrics, as_mean
 from redco_eqx._base.tree import AnyArray
-from redco_eqx._step.state import TrainState, first_change
+from redco_eqx._step.state import TrainState, check_unchanged
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 """A pure function `(state, batch) -> (state, metrics)`. `metrics` is a dict of scalars or `Mean`s with a
@@ -131,13 +131,7 @@ def guarded(step_fn: StepFn) -> GuardedStep:
             raise ValueError(
                 f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
             )
-        change = first_change(state, new_state)
-        if change is not None:
-            path, was, became = change
-            raise ValueError(
-                f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
-                "like the one that it was given."
-            )
+        check_unchanged(state, new_state)
         if not isinstance(metrics, dict) or "loss" not in metrics:
             raise ValueError(
                 "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics "
