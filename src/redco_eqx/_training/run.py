@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from redco_eqx._base.protocols import Batch, LossFn
+from redco_eqx._base.protocols import Batch, LossFn, Mean
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._data.data import Place
@@ -118,6 +118,44 @@ class _Step:
     done_at: float | None = None
 
 
+class Rounding:
+    """The updates of parameters of fewer than 32 bits that rounding loses, in the first rows of the log.
+
+    The first rows are those with an update, because a warm-up may begin with learning rates of 0.
+    """
+
+    NUM_ROWS = 3
+
+    def __init__(self) -> None:
+        self.rows: list[Mean] | None = []  # `None`: the verdict is given
+
+    @property
+    def is_complete(self) -> bool:
+        """True if enough rows have come, and no verdict was given yet."""
+        return self.rows is not None and len(self.rows) >= self.NUM_ROWS
+
+    def add(self, window: Window) -> None:
+        """Count the updates in the fetched window of a row."""
+        row = window.metrics.get("rounded_away")
+        if self.rows is not None and row is not None and row.weight:
+            self.rows.append(row)
+
+    def warn(self, params: Mapping[str, Any]) -> None:
+        """Warn if most updates of `params` were lost, unless the verdict is already given."""
+        rows, self.rows = self.rows, None
+        lost = sum(rows or (), Mean(0.0, 0.0))
+        if float(lost) <= 0.5 or jax.process_index() != 0:
+            return
+        narrow = [f"{path} ({x.dtype})" for path, x in params.items() if x.dtype.itemsize < 4]
+        warnings.warn(
+            f"fit: rounding loses {float(lost):.0%} of the updates: they are too small for the trained arrays "
+            f"of fewer than 32 bits, {first_few(narrow, most=3)}, which stay the same. Train float32 "
+            "parameters, and cast them in the loss: load_pretrained(..., dtype=np.float32), or rx.cast(model, "
+            "np.float32) before init_state, and model = rx.cast(model, jnp.bfloat16) in loss_fn.",
+            stacklevel=2,
+        )
+
+
 class _StoppedError(Exception):
     """The evaluation stops because a signal was received."""
 
@@ -156,6 +194,7 @@ class Training:
         self._window: Window | None = None  # while it is empty
         self._begin_of_window = self.run.logged_until
         self._waited = 0.0  # seconds spent on batches since the last row
+        self._rounding = Rounding()
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), Window.from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -202,6 +241,7 @@ class Training:
             if now.finish:
                 break
             began = time.perf_counter()
+        self._rounding.warn(self.state.params)  # of a run with few rows
         stop = stop or max(from_all(self.interrupt.signal))  # perhaps in the last evaluation
         path = self.saver and self.saver.wait()
         if stop:
@@ -280,6 +320,9 @@ class Training:
                 window, finite = jax.device_get((step.window, step.finite))
                 if not finite:
                     raise self._nonfinite(step.batch)
+                self._rounding.add(window)
+                if self._rounding.is_complete:
+                    self._rounding.warn(self.state.params)
                 clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
                 self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
