@@ -62,8 +62,8 @@ def test_statistics_move_as_far_in_a_cast_model_as_in_float32(mode: str) -> None
     state = normed_state(mode=mode)
     net, _ = state.model
     hidden = jax.vmap(net.lin)(ROWS)
-    # `batch` begins at 0 and moves by a hundredth of what is left; `ema` begins with the first batch.
-    share = 1 - 0.99**300 if mode == "batch" else 1.0
+    # `batch` begins at (0, 1) and moves by a hundredth of what is left; `ema` begins with the first batch.
+    left = 0.99**300 if mode == "batch" else 0.0
 
     @jax.jit
     def train(state: Any) -> Any:
@@ -71,10 +71,10 @@ def test_statistics_move_as_far_in_a_cast_model_as_in_float32(mode: str) -> None
         return jax.lax.scan(lambda state, _: (step(state, ROWS)[0], None), state, None, 300)[0]
 
     found = train(state).model_state
-    mean = found[f"norm.{mode}_state_index.0"]
-    assert mean.dtype == jnp.float32
-    np.testing.assert_allclose(mean, share * hidden.mean(0), atol=0.02)  # of products in bfloat16
-    np.testing.assert_allclose(found[f"norm.{mode}_state_index.1"], share * hidden.var(0), rtol=0.02)
+    mean, variance = (found[f"norm.{mode}_state_index.{i}"] for i in range(2))
+    assert mean.dtype == variance.dtype == jnp.float32
+    np.testing.assert_allclose(mean, (1 - left) * hidden.mean(0), atol=0.03)  # of products in bfloat16
+    np.testing.assert_allclose(variance, (1 - left) * hidden.var(0) + left, rtol=0.03)
 
 
 def test_a_state_is_cast_nowhere_in_a_tree() -> None:

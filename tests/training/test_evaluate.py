@@ -94,7 +94,7 @@ def test_every_example_counts_once_and_in_order(case: Any) -> None:
     assert [row["pair"][1].tolist() for row in rows] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
 
 
-def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
+def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_nan() -> None:
     def sums_fn(model: Any, batch: Any, key: Any) -> Any:
         """The exact sum over the number of batches, the same of the number of examples, and nothing."""
         values = values_of(model, batch)
@@ -102,7 +102,9 @@ def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
         return rx.Mean(total, 1.0), {"count": rx.Mean(len(values), 1.0), "nothing": rx.Mean(total * 0, 0.0)}
 
     for n in (1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD):
-        assert evaluated(range(n), sums_fn, 1) == {"loss": VALUES[:n].sum() / n, "count": 1.0, "nothing": 0.0}
+        found = evaluated(range(n), sums_fn, 1)
+        assert np.isnan(found.pop("nothing"))  # each metric by itself
+        assert found == {"loss": VALUES[:n].sum() / n, "count": 1.0}
         assert tiny.no_threads_left()
 
 
@@ -321,3 +323,38 @@ def test_another_state_is_evaluated_and_kept_best(tmp_path: pathlib.Path) -> Non
     found = [row["eval/loss"] for _, row in logged.with_prefix("eval/")]
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert tiny.steps_in(tmp_path) == [2 * (1 + int(np.argmax(found))), 6]
+
+
+def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(tmp_path: pathlib.Path) -> None:
+    """In the log, the history and the checkpoints; a resumed run reads the same."""
+
+    def weightless(model: Any, batch: Any, key: Any) -> Any:
+        """The weight is 0 in the first of the evaluations, and in the last."""
+        weight = jnp.where((model.bias[0] > 2.5) & (model.bias[0] < 5), 4.0, 0.0)
+        return rx.Mean(weight * model.bias[0], weight)
+
+    state = tiny.linear_state(tiny.COUNTING)
+    begin = float(state.model.bias[0])
+    state = dataclasses.replace(state, params={**state.params, "bias": state.params["bias"] - begin})
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, loss_fn=weightless)
+    logged, file = Rows(), tmp_path / "log.jsonl"
+    checkpoints = rx.Checkpoints(tmp_path / "run", every_steps=2, keep_last=1, keep_best={"eval/loss": "min"})
+
+    def run(state: Any) -> Any:
+        return tiny.fit_with_history(
+            state,
+            optimizer=tiny.COUNTING,
+            num_steps=6,
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+            loggers=[logged, rx.JSONLLogger(file)],
+        )[1]
+
+    history = run(jax.tree.map(jnp.copy, state))
+    losses = [row["eval/loss"] for _, row in logged.with_prefix("eval/")]
+    np.testing.assert_array_equal(losses, [np.nan, 4.0, np.nan])
+    np.testing.assert_array_equal(history["eval/loss"], losses)
+    assert tiny.steps_in(tmp_path / "run") == [4, 6]
+    assert [line.get("eval/loss") for line in map(json.loads, file.read_text().splitlines())][-1] == "NaN"
+    np.testing.assert_array_equal(run(state)["eval/loss"], losses)
+    assert tiny.steps_in(tmp_path / "run") == [4, 6]

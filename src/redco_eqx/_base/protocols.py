@@ -58,7 +58,7 @@ class Mean(eqx.Module):
 
     @property
     def value(self) -> Array:
-        """`total / weight`, or 0 where the weight is 0."""
+        """`total / weight`, or 0 where the weight is 0 (an [`evaluate`][] over a weight of 0 is NaN)."""
         empty = self.weight == 0
         return jnp.where(empty, 0, self.total) / jnp.where(empty, 1, self.weight)
 

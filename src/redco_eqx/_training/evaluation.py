@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 from collections import deque
@@ -79,7 +80,7 @@ def evaluate(
 
     **Returns:**
 
-    `{"loss": ..., <metrics of loss_fn>}` as floats.
+    `{"loss": ..., <metrics of loss_fn>}` as floats. The mean over a total weight of 0 is NaN.
 
     **Raises:**
 
@@ -189,7 +190,8 @@ def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
         for metrics in outputs:
             for name, mean in jax.device_get(metrics).items():
                 totals[name] = totals.get(name, 0.0) + np.array([mean.total, mean.weight], np.float64)
-    return {name: float(total / weight) if weight else 0.0 for name, (total, weight) in totals.items()}
+    # A mean over nothing is unknown. As 0, it would be the best loss of all.
+    return {name: float(total / weight) if weight else math.nan for name, (total, weight) in totals.items()}
 
 
 def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
@@ -286,6 +288,8 @@ class Evaluation:
     @in_own_context
     def __call__(self, state: TrainState, **options: Any) -> dict[str, float]:
         """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the predictions to their file.
+
+        The mean over a total weight of 0 is NaN, which is never the best.
 
         `options` are for `fit`: `watch`, a function that is called before each batch and at the end, and whose
         error ends the evaluation; and `programs`, which are the same in each evaluation of a run, so that the
