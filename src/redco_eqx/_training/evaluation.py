@@ -35,7 +35,7 @@ from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._paths import local_path
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.kept import compile_once, signature
+from redco_eqx._step.kept import check_compiles, compile_once, signature
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
@@ -147,6 +147,7 @@ def _outputs(
     that are there already are not traced again.
     """
     check_is_state(state, f"{where}: state")
+    check_compiles(where)
     data = as_sequence(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
     check_whole(where, batch_size=batch_size)

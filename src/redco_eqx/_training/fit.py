@@ -27,8 +27,9 @@ from redco_eqx._data.placement import check_batch_size
 from redco_eqx._distributed.consensus import check_complete, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._step.kept import check_compiles
 from redco_eqx._step.optimizer import check_optimizer
-from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
+from redco_eqx._step.state import TrainState, check_is_state, check_steps, order_key, state_mesh, step_of
 from redco_eqx._training.course import Hook, InterruptFlag, Plan
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
@@ -127,6 +128,7 @@ def fit(
     """
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     check_is_state(state, "fit: state")
+    check_compiles("fit")
     check_examples("fit: train_examples", train_examples)
     if callable(train_examples):
         check_functions("fit", train_examples=train_examples)
@@ -162,6 +164,7 @@ def fit(
         making = CollatedTwice(collate_fn)
     epochs = Epochs(train_examples, making, batch_size=batch_size, mesh=mesh)
     total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
+    check_steps("fit", state, total)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(step_timeout_seconds))
         interrupt = stack.enter_context(InterruptFlag())
