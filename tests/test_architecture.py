@@ -87,6 +87,7 @@ fit(rx.init_state(model, SGD, key=jax.random.key(0)), num_epochs=1)
 """
 LOADED = [
     "_base",
+    "_base.captured",
     "_base.compiler",
     "_base.jaxprs",
     "_base.protocols",

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.captured import check_captured
 from redco_eqx._base.jaxprs import (
     CALLS,
     ELEMENTWISE,
@@ -249,6 +250,7 @@ def init_model(
     check_functions("init_model", make_model=make_model)
     key = _on_this_process(as_key("init_model", key))
     closed, arrays, static = trace_arrays(make_model, key)
+    check_captured("init_model", static)
     if is_shared(mesh):  # each process makes other parts of an array, so no later check sees a difference
         facts = {
             "key": str(jax.random.key_data(key)),

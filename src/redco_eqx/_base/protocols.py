@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from redco_eqx._base.tree import is_key
+from redco_eqx._base.tree import is_key, lack_of_value
 
 Key: TypeAlias = PRNGKeyArray
 """A typed PRNG key, as made by `jax.random.key`."""
@@ -171,6 +171,8 @@ def as_key(where: str, key: Any) -> Any:
 
     Raises `TypeError` for anything else, `ValueError` for several keys.
     """
+    if is_key(key) and (lack := lack_of_value(key)) and isinstance(key, jax.Array):
+        raise ValueError(f"{where}: key {lack}.")
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)
     if not is_key(key):

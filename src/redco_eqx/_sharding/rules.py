@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._base.captured import check_captured
 from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, to_arrays
 from redco_eqx._sharding.explanation import Decision, Explanation
 from redco_eqx._sharding.mesh import (
@@ -92,7 +93,8 @@ def shard_rules(
 
     `ValueError` in these cases: an axis of the mesh is not Auto; an override matches nothing, names an axis
     that the mesh does not have, repeats one, has more dims than the array, or does not divide it; only one of
-    `loss_fn` and `batch` is given, or they do not run on abstract arrays.
+    `loss_fn` and `batch` is given, or they do not run on abstract arrays; a function in the model holds an
+    array (in a closure, for example).
 
     Warns with `ShardingWarning` if names do not give the order of several square matrices, so that the path
     rules used the order of the fields. It also warns, once, if more than 5% of the model is replicated for any
@@ -142,6 +144,7 @@ def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
         raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
     if isinstance(model, type):
         raise TypeError(f"shard_rules: model is the class {model.__name__}, not one of its instances.")
+    check_captured("shard_rules", model)
     for pair in overrides:
         match pair:
             case (str(), PartitionSpec() as spec) if PartitionSpec.UNCONSTRAINED not in tuple(spec):

@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from redco_eqx._base.captured import check_captured
 from redco_eqx._base.protocols import Key, as_key
 from redco_eqx._base.tree import (
     buffer_paths,
@@ -64,8 +65,8 @@ def init_state(
     **Raises:**
 
     `ValueError` that names the leaf: two leaves share a buffer, a static field has an array or an unhashable
-    value, arrays are on different meshes, an array is deleted, or no leaf is trainable although you passed an
-    optimizer.
+    value, a function in the model holds an array (in a closure, for example), arrays are on different meshes,
+    an array is deleted, or no leaf is trainable although you passed an optimizer.
     """
     if isinstance(model, TrainState):
         raise TypeError("init_state: this is a TrainState already. For a new one, pass state.model.")
@@ -77,6 +78,7 @@ def init_state(
         check_is_optimizer("init_state", optimizer)
     model, model_state = model if is_pair(model) else (model, None)
     check_static(model)
+    check_captured("init_state", model)
     if model_state is None:
         _check_no_index(model)
     arrays = to_arrays(model)

@@ -8,6 +8,7 @@ import collections
 import hashlib
 import re
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -20,6 +21,17 @@ _programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.
 
 # In the text of a program that calls functions of Python, which the text does not contain.
 _PYTHON = re.compile(r"callback|host_transfer")
+
+
+def check_compiles(where: str) -> None:
+    """Raise `ValueError` under `jax.disable_jit`, where JAX compiles nothing."""
+    config: Any = jax.config
+    if config.jax_disable_jit:
+        raise ValueError(
+            f"{where}: jax.disable_jit is on, but this function runs a compiled program. Call it outside of "
+            "jax.disable_jit, and unset JAX_DISABLE_JIT. To look at numbers in a loss, use jax.debug.print or "
+            "jax.debug.breakpoint, or call loss_fn(state.model, batch, key) yourself under jax.disable_jit."
+        )
 
 
 def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.stages.Compiled, str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -33,7 +34,7 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
     """The shardings in a tree, by path. For a pair `(model, state)`, those of the model.
 
     Raises `ValueError`, naming the array, if a parameter has no sharding, if an array does not divide as its
-    sharding says, or if the model has no such array.
+    sharding says, if the model has no such array, or if the mesh is not that of the state.
     """
     if is_pair(shardings):
         shardings, _ = shardings
@@ -51,7 +52,14 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
             f"shardings has {first_few(unknown)}, but the state has no such array. Pass shard_rules(model, "
             "mesh) of the same model."
         )
+    mesh = mesh_in(found)
+    check_on_mesh(mesh, state)
     for path, sharding in found.items():
+        if mesh is not None and sharding.mesh != mesh:
+            raise ValueError(
+                f"shardings: {path} is on {_described(sharding.mesh)}, but others are on {_described(mesh)}. "
+                "Pass shard_rules(model, mesh) of one mesh."
+            )
         problem = misfit(arrays[path].shape, sharding.spec, sharding.mesh)
         if problem:
             raise ValueError(
@@ -59,6 +67,42 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
                 "shard_rules(model, mesh) of the same model."
             )
     return found
+
+
+def mesh_in(shardings: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh of the first sharding in a tree, if there is one."""
+    found = (x.mesh for x in jax.tree.leaves(shardings) if isinstance(x, NamedSharding))
+    return next(found, None)
+
+
+def check_on_mesh(mesh: Mesh | AbstractMesh | None, state: TrainState) -> None:
+    """Raise `ValueError` if the state lies on other devices than those of `mesh`, the mesh of `shardings`.
+
+    A traced state knows only the number of its devices. One that is on no mesh fits any.
+    """
+    if isinstance(state.step, Tracer):
+        own = traced_mesh(state.params, state.step)
+    else:
+        own = mesh_in(getattr(state.step, "sharding", None))
+    if mesh is None or own is None or own.empty:
+        return
+    if isinstance(mesh, Mesh) and isinstance(own, Mesh):
+        is_same = list(mesh.devices.flat) == list(own.devices.flat)
+    else:
+        is_same = mesh.size == own.size
+    if not is_same:
+        raise ValueError(
+            f"shardings is on {_described(mesh)}, but the state lies on {_described(own)}. Pass "
+            "state.shardings, or place the model by these shardings before init_state: "
+            "eqx.filter_shard(model, shardings)."
+        )
+
+
+def _described(mesh: Mesh | AbstractMesh) -> str:
+    text = "a mesh of " + " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    if isinstance(mesh, Mesh):
+        text += f" (devices {first_few([str(device.id) for device in mesh.devices.flat], most=8)})"
+    return text
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:

@@ -82,6 +82,13 @@ def init_optimizer(
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings, keep_unused=True)
+    # Also under `jax.disable_jit`, where JAX would trace nothing: the layout is that of a compiled program.
+    with jax.disable_jit(False):
+        return _init_by(jitted, params)
+
+
+def _init_by(jitted: Any, params: dict[str, Any]) -> PyTree:
+    """Run the compiled `init`, as part of the surrounding trace if there is one."""
     trace = jitted.trace(params)
     # The parameters may belong to another trace, or a number of the optimizer (for a gradient with respect to
     # the learning rate, for example), which is then one more input of the program.

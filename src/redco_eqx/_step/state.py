@@ -110,7 +110,8 @@ class TrainState(eqx.Module):
     - `model_state`: the arrays of the model's `eqx.nn.State`; empty if there is none.
     - `opt_state`: the state of the optax optimizer, over `params`; `()` without an optimizer.
     - `key`: a typed PRNG key. It is never consumed: all random numbers derive from it and `step`.
-    - `step`: the number of steps taken, int32.
+    - `step`: the number of steps taken, int32. It stops at 2**31 - 1, as the counters of optax do; `fit`
+        refuses a run that would pass this number.
     - `structure`: everything in the model except its arrays, and the same for the `eqx.nn.State`.
     - `stored`: the paths of the model's arrays that `tensor` splits only where they are stored, not for use.
         The shardings of these arrays may not say this, because JAX may return them under a different spec that
@@ -173,6 +174,21 @@ def order_key(state: TrainState, begin: int) -> Key:
 def step_of(state: TrainState) -> int:
     """`state.step` as a Python int."""
     return int(state.step)
+
+
+MOST_STEPS = 2**31 - 1
+"""The last number of a step: `state.step` is int32, as are the counters of optax."""
+
+
+def check_steps(where: str, state: TrainState, num_steps: int | None) -> None:
+    """Raise `ValueError` if a run would pass the last number of a step. There, a step stops counting."""
+    step = step_of(state)
+    if step + (num_steps or 0) > MOST_STEPS:
+        raise ValueError(
+            f"{where}: the state is at step {step}, and {num_steps} more would pass {MOST_STEPS}, the last "
+            "number that state.step can hold. Begin at 0 again: dataclasses.replace(state, "
+            "step=jnp.zeros_like(state.step))."
+        )
 
 
 def state_mesh(state: TrainState) -> Mesh:

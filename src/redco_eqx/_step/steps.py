@@ -28,7 +28,9 @@ from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated
 from redco_eqx._step.layout import (
+    check_on_mesh,
     constrain,
+    mesh_in,
     mesh_of,
     microbatches,
     on_arrays,
@@ -151,8 +153,8 @@ def train_step(
 
     `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a metric has a reserved
     name; the batch does not divide into the microbatches; the state belongs to another optimizer; the new state
-    has other shapes or dtypes (statistics of an `eqx.nn.State` that were cast, for example); a `jit` is under
-    `jax.set_mesh` of another mesh.
+    has other shapes or dtypes (statistics of an `eqx.nn.State` that were cast, for example); `shardings` does
+    not fit the arrays, or is on another mesh; a `jit` is under `jax.set_mesh` of another mesh.
     """
     check_is_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
@@ -226,7 +228,7 @@ def train_step(
         params=constrain(new_params, layout),
         model_state=model_state,
         opt_state=opt_state,
-        step=state.step + 1,
+        step=optax.safe_increment(state.step),  # stops at the largest number, where + 1 would be negative
     )
     check_unchanged(state, new_state)
     return new_state, report
@@ -363,9 +365,13 @@ class JittedStep(Generic[R]):
             return for_partitioner(program, traced_mesh(arguments))(arguments, named)
 
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
+        # A trace knows only the number of devices, so the mesh of `shardings` is compared before.
+        named = step.keywords if isinstance(step, functools.partial) else {}
+        self._mesh = mesh_in(named.get("shardings"))
 
     def __call__(self, state: TrainState, *arguments: Any, **named: Any) -> R:
         check_is_state(state, "the first argument of a step")
+        check_on_mesh(self._mesh, state)
         check_alive(state)  # jaxlib 0.10.2 and 0.11.0 end the process, 0.11.2 raises: openxla/xla#22604
         with context_of(state):
             return self._jitted(state, *arguments, **named)
@@ -403,7 +409,8 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Raises:**
 
-    `ValueError` on a call with a state that has been deleted. With `donate`, also if `step` returns a state
+    `ValueError` on a call with a state that has been deleted, or that lies on other devices than the
+    `shardings` of `functools.partial(train_step, shardings=...)`. With `donate`, also if `step` returns a state
     with another structure, or with arrays of other shapes or dtypes.
     """
     return JittedStep(step, donate=donate)

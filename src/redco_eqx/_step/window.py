@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx._base.protocols import Batch, Mean, Metrics, as_mean
@@ -43,7 +44,9 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         kept, metrics, ok = guarded(step_fn)(state, batch, np.ones((), bool))
-        kept = dataclasses.replace(kept, step=jnp.where(ok, kept.step, state.step + 1))  # for other randomness
+        kept = dataclasses.replace(
+            kept, step=jnp.where(ok, kept.step, optax.safe_increment(state.step))
+        )  # for other randomness
         return kept, {**metrics, "skipped": as_mean(1.0 - ok, 1.0, "skipped")}
 
     return step
