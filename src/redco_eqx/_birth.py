@@ -311,7 +311,7 @@ def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
 
 def _on_this_process(key: Key) -> Key:
     """A copy of `key` on the default device, wherever `key` lies."""
-    data = jnp.asarray(np.array(jax.random.key_data(key)))
+    data = jax.device_put(np.array(jax.device_get(jax.random.key_data(key))))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 

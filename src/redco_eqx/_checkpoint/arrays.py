@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from redco_eqx._base.tree import AnyArray, from_arrays, is_key, to_arrays
 from redco_eqx._checkpoint.record import ArrayInfo
-from redco_eqx._sharding.mesh import axes_of, one_device_mesh, put_global, replicated
+from redco_eqx._sharding.mesh import axes_of, from_callback, one_device_mesh, put_global, replicated
 from redco_eqx._step.state import TrainState
 
 MODEL = ("model/", "model_state/")
@@ -158,12 +158,12 @@ def over_pieces(
     if own is not None:
         specs[""] = PartitionSpec(tuple(mesh.axis_names))
         shape, by_device = (mesh.size, own.size), NamedSharding(mesh, specs[""])
-        rows.append(jax.make_array_from_callback(shape, by_device, lambda _: own[None]))
+        rows.append(from_callback(shape, by_device, lambda _: own[None]))
     table = jax.jit(jnp.stack, out_shardings=replicated(mesh))(rows)  # in one collective
 
     def wait() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found = {}
-        for numbers, (name, spec) in zip(np.asarray(table), specs.items()):
+        for numbers, (name, spec) in zip(jax.device_get(table), specs.items()):
             first = tuple(slice(None if axis in axes_of(spec) else 1) for axis in mesh.axis_names)
             by_axes = numbers.reshape(*mesh.devices.shape, -1)
             found[name] = by_axes, by_axes[first]

@@ -66,7 +66,7 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
     if not isinstance(key, jax.Array) or jax.random.key_data(key).ndim != 1:
         raise ValueError(f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}.")
     # The first copy of the key, because a key in a training state is replicated over all processes.
-    words = np.asarray(jax.random.key_data(key.addressable_data(0)))
+    words = jax.device_get(jax.random.key_data(key.addressable_data(0)))
     # NumPy promises that this stays the same in every version.
     seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])
     return Permutation(num_examples, seed.generate_state(_NUM_ROUNDS, np.uint64))

@@ -14,7 +14,14 @@ from jaxtyping import Array, Int
 from redco_eqx._base.protocols import Batch, Examples
 from redco_eqx._base.tree import describe, excess_of, leaves_with_paths
 from redco_eqx._data.data import Place, num_examples_of
-from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
+from redco_eqx._sharding.mesh import (
+    BATCH_AXES,
+    batch_sharding,
+    check_mesh,
+    from_callback,
+    num_batch_shards,
+    replicated,
+)
 
 
 class Job(NamedTuple):
@@ -100,7 +107,7 @@ def placed(batch: Batch, mesh: Mesh, size: int, num_here: int) -> Batch:
             return x[index[0] if num_here == size else pieces[index[0].start or 0]]
 
         # Unlike `device_put`, this compares nothing between processes, so a thread may call it.
-        return jax.make_array_from_callback((size, *x.shape[1:]), sharding, piece)
+        return from_callback((size, *x.shape[1:]), sharding, piece)
 
     return jax.tree.map(on_mesh, batch)
 

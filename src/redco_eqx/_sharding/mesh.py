@@ -246,7 +246,14 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
         data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def from_callback(shape: tuple[int, ...], sharding: NamedSharding, callback: Callable[[Any], Any]) -> Array:
+    """Call `jax.make_array_from_callback`, also under a transfer guard, which takes it for
+    an implicit transfer."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(shape, sharding, callback)
 
 
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:

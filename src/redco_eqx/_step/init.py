@@ -102,7 +102,7 @@ def init_state(
         opt_state=() if optimizer is None else init_optimizer(optimizer, params, layout),
         # Copy the key, because the caller may use it after the state is donated.
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
-        step=place(None, jnp.zeros((), jnp.int32)),
+        step=place(None, np.zeros((), np.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
         stored=tuple(path for path in arrays if layout is not None and STORED in tuple(layout[path].spec)),
     )

@@ -1,6 +1,7 @@
 """`TrainState`: all arrays of a run, in a flat form, by name."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,14 +167,21 @@ def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = 
     return key if index is None else jax.random.fold_in(key, index)
 
 
+@functools.partial(jax.jit, static_argnames="begin")
+def _fold_order(key: Key, begin: int) -> Key:
+    # Jitted, so that the numbers are constants of a program. Otherwise, they would be
+    # moved to the devices silently, which `jax.transfer_guard("disallow")` forbids.
+    return jax.random.fold_in(jax.random.fold_in(key, ORDER), begin)
+
+
 def order_key(state: TrainState, begin: int) -> Key:
     """The key for the order of the examples in a run of `fit` that began at step `begin`."""
-    return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
+    return _fold_order(state.key, begin)
 
 
 def step_of(state: TrainState) -> int:
     """`state.step` as a Python int."""
-    return int(state.step)
+    return int(jax.device_get(state.step))
 
 
 MOST_STEPS = 2**31 - 1

@@ -34,7 +34,7 @@ from redco_eqx._data.data import Data, as_sequence, num_examples_of
 from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._paths import local_path
-from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._sharding.mesh import in_own_context, put_global, replicated
 from redco_eqx._step.kept import check_compiles, compile_once, signature
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
@@ -171,7 +171,7 @@ def _outputs(
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
             watch()
-            inputs = state, batch, np.int32(index)
+            inputs = state, batch, put_global(np.int32(index), replicated(mesh))
             key = where, of_state, signature(batch)
             if key not in programs:
                 lowered = jax.jit(inference, keep_unused=True).lower(*inputs)
@@ -211,7 +211,7 @@ def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: Outp
 
 def _to_host(x: Array) -> np.ndarray:
     is_here = x.is_fully_addressable or x.is_fully_replicated
-    return np.asarray(x if is_here else multihost_utils.process_allgather(x, tiled=True))
+    return jax.device_get(x) if is_here else multihost_utils.process_allgather(x, tiled=True)
 
 
 # `Evaluation`: the loss, the predictions and their metrics, which a run measures on other examples.

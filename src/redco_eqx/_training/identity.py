@@ -57,7 +57,7 @@ def identify(
     Raises `ValueError`, naming the first difference, if the processes do not all have the same identity.
     """
     mesh = state_mesh(state)
-    key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
+    key = jax.device_get(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
     seen = () if examples is None else examples
     found, changing = _look_twice(seen, collate_fn if is_shared(mesh) else None)
     sample, rows = found[_EXAMPLES], found[_BATCHES]
