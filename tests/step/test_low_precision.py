@@ -145,8 +145,8 @@ def test_a_step_of_ones_own_that_changes_the_state_is_refused(what: str, message
 
 
 def test_an_optimizer_whose_state_changes_its_dtype_is_refused() -> None:
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        return grads, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
 
     optimizer = optax.GradientTransformation(lambda params: params, update)
     state = rx.init_state({"w": jnp.ones(3)}, optimizer, key=KEY)
