@@ -2,17 +2,19 @@
 
 import collections
 import dataclasses
+import functools
 import pathlib
 import random
 import re
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import EXAMPLES, assert_same, collate, fit, fit_with_history, linear_state, raised
+from fit_helpers import EXAMPLES, SGD, assert_same, collate, fit, fit_with_history, linear_state, raised
 
 import redco_eqx as rx
 from redco_eqx._data.collation import CollatedTwice
@@ -191,3 +193,50 @@ def test_a_mapping_of_another_kind_is_refused_with_its_remedy() -> None:
         return eval(remedy, {"batch": encoding(examples), "np": np})
 
     assert_same(fit(None, collate_fn=collate_fn, num_steps=2), fit(linear_state(), num_steps=2))
+
+
+# Functions that jax.jit has compiled
+
+MLP = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+BATCH = collate(EXAMPLES[:8])
+
+
+def mlp_loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def mlp_predict(model: Any, batch: Any, key: Any) -> Any:
+    return jax.vmap(model)(batch["x"])
+
+
+def mlp_state() -> Any:
+    return rx.init_state(
+        jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, MLP), SGD, key=jax.random.key(1)
+    )
+
+
+COMMON: Any = {"collate_fn": collate, "batch_size": 4}
+CALLS = {
+    "fit": lambda loss, _: fit(mlp_state(), loss_fn=loss, num_steps=2),
+    "train_step": lambda loss, _: rx.train_step(mlp_state(), BATCH, loss_fn=loss, optimizer=SGD),
+    "eval_step": lambda loss, _: rx.eval_step(mlp_state(), BATCH, loss_fn=loss),
+    "predict_step": lambda _, predict: rx.predict_step(mlp_state(), BATCH, predict_fn=predict),
+    "evaluate": lambda loss, _: rx.evaluate(mlp_state(), EXAMPLES, loss_fn=loss, **COMMON),
+    "predict": lambda _, predict: rx.predict(mlp_state(), EXAMPLES, predict_fn=predict, **COMMON),
+    "shard_rules": lambda loss, _: rx.shard_rules(MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH),
+    "explain": lambda loss, _: rx.explain(MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_function_of_jax_jit_is_refused_with_the_leaf_that_it_cannot_take(call: Any) -> None:
+    def refused(loss: Any, predict: Any) -> None:
+        raised(TypeError, call, loss, predict, match="compiled by jax.jit, .* activation, .*eqx.filter_jit")
+
+    refused(jax.jit(mlp_loss), jax.jit(mlp_predict))
+    refused(functools.partial(jax.jit(mlp_loss)), functools.partial(jax.jit(mlp_predict)))
+    call(eqx.filter_jit(mlp_loss), eqx.filter_jit(mlp_predict))  # the remedy
+
+
+def test_a_function_of_jax_jit_works_for_a_model_of_arrays() -> None:
+    assert_same(fit(loss_fn=jax.jit(mlp_loss), num_steps=2), fit(loss_fn=mlp_loss, num_steps=2))

@@ -1,6 +1,7 @@
 """Terms of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from redco_eqx._base.tree import is_key, lack_of_value
+from redco_eqx._base.tree import is_array, is_key, lack_of_value, leaves_with_paths
 
 Key: TypeAlias = PRNGKeyArray
 """A typed PRNG key, as made by `jax.random.key`."""
@@ -217,6 +218,24 @@ def check_functions(where: str, **functions: object) -> None:
             raise TypeError(
                 f"{where}: {name} is called as {form}, but this function takes {signature}: {error}."
             ) from None
+
+
+def check_takes_model(where: str, make_model: Callable[[], PyTree], **functions: object) -> None:
+    """Raise `TypeError`, naming the leaf, if a function is compiled by `jax.jit`, which
+    takes only arrays, and the model has something else."""
+    for name, function in functions.items():
+        inner = function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        if not isinstance(inner, jax.stages.Wrapped):
+            continue
+        for path, leaf in leaves_with_paths(make_model()):
+            if not is_array(leaf) and not isinstance(leaf, int | float | complex):
+                raise TypeError(
+                    f"{where}: {name} is compiled by jax.jit, which takes only arrays, but the model has "
+                    f"{path}, {_short(leaf)}. Pass the function itself, because the step compiles it, or "
+                    "compile it with eqx.filter_jit."
+                )
 
 
 def _short(x: object) -> str:

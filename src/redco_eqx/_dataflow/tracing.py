@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from redco_eqx._base.jaxprs import body
-from redco_eqx._base.protocols import Mean, SplitActivations
+from redco_eqx._base.protocols import Mean, SplitActivations, check_takes_model
 from redco_eqx._base.tree import is_array, to_arrays
 
 T = TypeVar("T")
@@ -44,8 +44,10 @@ class TracedStep:
 def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedStep:
     """Trace `function(model, batch, key)`, and its gradient if it returns a loss.
 
-    Raises `ValueError` if there is no batch, or the function does not run on abstract arrays.
+    Raises `ValueError` if there is no batch, or the function does not run on abstract arrays, and `TypeError`
+    as `check_takes_model` does.
     """
+    check_takes_model("shard_rules", lambda: model, loss_fn=function)
     dynamic, static = eqx.partition(model, _is_input)
     arrays = [_abstract(x) for x in jax.tree.leaves(dynamic)]
     treedef = jax.tree.structure(dynamic)

@@ -23,6 +23,7 @@ from redco_eqx._base.protocols import (
     SplitActivations,
     as_mean,
     check_functions,
+    check_takes_model,
 )
 from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with_paths, to_arrays
 from redco_eqx._parallel.linear import traced_mesh
@@ -158,6 +159,7 @@ def train_step(
     """
     check_is_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
+    check_takes_model("train_step", lambda: state.model, loss_fn=loss_fn)
     check_optimizer("train_step", state, optimizer, exactly=False)
     layout = None if shardings is None else shardings_by_path(shardings, state)
     params, frozen = constrain(state.params, layout), state.frozen
@@ -255,6 +257,7 @@ def eval_step(
     """
     check_is_state(state, "eval_step: state")
     check_functions("eval_step", loss_fn=loss_fn)
+    check_takes_model("eval_step", lambda: state.model, loss_fn=loss_fn)
     size = _num_rows("eval_step", batch)
 
     def measure(model: Any, batch: Batch, key: Key) -> Metrics:
@@ -298,6 +301,7 @@ def predict_step(
     """
     check_is_state(state, "predict_step: state")
     check_functions("predict_step", predict_fn=predict_fn)
+    check_takes_model("predict_step", lambda: state.model, predict_fn=predict_fn)
     size = _num_rows("predict_step", batch)
     outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn)
     if not jax.tree.leaves(outputs):
