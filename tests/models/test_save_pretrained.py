@@ -32,7 +32,7 @@ from redco_eqx import models
 from redco_eqx._base.tree import to_arrays
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx.models import load_pretrained, save_pretrained
-from redco_eqx.models._files.directory import config_file
+from redco_eqx.models._files.directory import file_in_force
 
 
 def layers_of(raw: Any) -> list[tuple[Any, str]]:
@@ -144,6 +144,8 @@ def failing(monkeypatch, at, error, once):
     calls = []
 
     def call(original, *args, **kwargs):
+        if args and str(args[0]).endswith(".writer.json"):  # the next writer takes over what is left of it
+            return original(*args, **kwargs)
         calls.append(args)
         if len(calls) == at or (len(calls) > at and not once):
             raise error("here it stops")
@@ -317,7 +319,7 @@ def test_a_tag_of_another_form_is_not_taken_for_a_part_of_a_name(tmp_path):
             os.makedirs(waiting.parent, exist_ok=True)
             if not waiting.is_dir():
                 waiting.write_text("{}")
-            assert config_file(directory) == directory / "config.json", tag
+            assert file_in_force("load", directory, "config.json") == directory / "config.json", tag
             load_pretrained(directory)
 
 

@@ -1,40 +1,46 @@
-"""The files of a checkpoint directory: which ones are in force, and how one checkpoint replaces another.
+"""The files of a checkpoint directory: which ones are in force.
 
-Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers prefer
-`model.safetensors` to `model.safetensors.index.json` (diffusers prefers the index, while it exists). So one
-rename (or one removal) of either changes the weights, after all files of the new checkpoint exist under names
-that the old one does not use. If the configuration changes with the weights, the new one waits beside the old
-one as `config.json.<tag>.part`. It is in force as soon as the weights that carry its tag are.
+Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers, `adapter_model`
+for peft. Readers prefer `model.safetensors` to `model.safetensors.index.json` (diffusers prefers the index,
+while it exists). A save that was stopped may have left files that belong to the weights under other names; see
+`exchange.py`.
 """
 
 import contextlib
-import itertools
+import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
+from redco_eqx._paths import local_path
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._files.safetensors import read_metadata
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-STEMS = ("model", "diffusion_pytorch_model")
+CARD = "README.md"
+ADAPTER_CONFIG = "adapter_config.json"
 
-_SHARD = r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
+COMPANIONS = {
+    "model": (CONFIG, GENERATION, CARD),
+    "diffusion_pytorch_model": (CONFIG, GENERATION, CARD),
+    "adapter_model": (ADAPTER_CONFIG,),
+}
+"""The files beside the weights of each stem that come into force together with them."""
+
+SHARD = r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 _TAG = re.compile(r"[0-9a-f]{16}")
-_WRITTEN = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|npz|part)(\.index\.json)?|(generation_)?config\.json"
-)
-"""Files that are not copied to another directory: weights in any format, and the files that saving writes."""
-_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40,64}")
-"""A file in the cache of the hub, to which the names in a snapshot link."""
-_PART = re.compile(
-    rf"(({'|'.join(STEMS)})({_SHARD}|\.safetensors(\.index\.json)?)|config\.json(\.[0-9a-f]{{16}})?)\.part"
-)
+
+
+def local_directory(what: str, directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a directory to read. `what` reads it, for messages.
+
+    Raises `ValueError` for an address, `TypeError` if it is not a path.
+    """
+    return local_path(f"{what}: directory", directory)
 
 
 def single(stem: str) -> str:
@@ -45,11 +51,6 @@ def single(stem: str) -> str:
 def index(stem: str) -> str:
     """Return the name of the index of weights in several files."""
     return f"{stem}.safetensors.index.json"
-
-
-def part(file: Path) -> Path:
-    """Return the temporary path for writing a file, before it gets its name."""
-    return file.with_name(f"{file.name}.part")
 
 
 def read_json(file: Path) -> dict[str, Json]:
@@ -63,11 +64,105 @@ def read_json(file: Path) -> dict[str, Json]:
     return value
 
 
-def config_file(directory: Path) -> Path:
-    """Return the configuration file in force."""
-    tags = filter(None, (_tag(directory, stem) for stem in STEMS))
-    waiting = (directory / f"{CONFIG}.{tag}.part" for tag in tags)
-    return next((file for file in waiting if file.exists()), directory / CONFIG)
+def file_in_force(what: str, directory: Path, name: str) -> Path | None:
+    """Return the file that has the content of a file beside the weights; `None` if there is none.
+
+    This is the file itself, except after a save that was stopped between two renames. A warning then says which
+    other file belongs to the weights. A file that claims this falsely, in a directory from elsewhere, is not
+    read.
+
+    **Arguments:**
+
+    - `what`: the function that reads, for messages.
+    - `name`: the name of the file, such as `config.json`.
+    """
+    file = directory / name
+    for stem in (stem for stem, names in COMPANIONS.items() if name in names):
+        tag = _tags(directory, stem, [name]).get(name)
+        if tag is None:
+            continue
+        waiting = waiting_file(directory, name, tag)
+        if not _belongs(waiting, file, tag):
+            warnings.warn(
+                f"{what}: {name} is read, and {waiting} is not, although the weights name it: one of "
+                f"the two has changed since. Remove {waiting.name}, or rename it to {name} if it belongs to "
+                "the weights.",
+                stacklevel=4,
+            )
+            continue
+        warnings.warn(
+            f"{what}: a save into {directory} was stopped. {waiting.name} belongs to the weights, and is read "
+            f"instead of {name}. Other programs read {name}. Save the model again to finish.",
+            stacklevel=4,
+        )
+        return waiting if waiting.stat().st_size else None
+    return file if file.is_file() else None
+
+
+def tags_in_force(directory: Path, stem: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the tags of the files that wait, and are in force because the weights are."""
+    tags = _tags(directory, stem, names)
+    return {
+        name: tag
+        for name, tag in tags.items()
+        if _belongs(waiting_file(directory, name, tag), directory / name, tag)
+    }
+
+
+def _tags(directory: Path, stem: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the tags in the metadata of the weights, of files that wait."""
+    metadata = _metadata(directory, stem)
+    found = {}
+    for name in names:
+        tag = metadata.get(key_of(name))
+        # The weights may come from anyone, and the tag becomes a part of a name.
+        if isinstance(tag, str) and _TAG.fullmatch(tag) and waiting_file(directory, name, tag).is_file():
+            found[name] = tag
+    return found
+
+
+def _metadata(directory: Path, stem: str) -> dict[str, Json]:
+    source = _source(directory, stem)
+    if source is None:
+        return {}
+    if source.name == single(stem):
+        return dict(read_metadata(source))
+    metadata: Json = None
+    with contextlib.suppress(ValueError):  # `weight_files` refuses an index that is not valid
+        metadata = read_json(source).get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _belongs(waiting: Path, file: Path, tag: str) -> bool:
+    """Return true if `waiting` was written for these weights, to replace the file that is still there.
+
+    Otherwise it is from elsewhere, or stale: a copy of a directory may contain it from an instant in a save.
+    """
+    return tag == tag_of(read_if_there(file), waiting.read_bytes())
+
+
+def tag_of(before: bytes, after: bytes) -> str:
+    """Return the tag for the change of a file from one content to another. A file that is absent is empty."""
+    both = hashlib.sha256(before).digest() + hashlib.sha256(after).digest()
+    return hashlib.sha256(both).hexdigest()[:16]
+
+
+def key_of(name: str) -> str:
+    """Return the key of a file's tag in the metadata of the weights."""
+    return Path(name).stem
+
+
+def waiting_file(directory: Path, name: str, tag: str) -> Path:
+    """Return the path at which a file waits until the weights are in force."""
+    return directory / f"{name}.{tag}.part"
+
+
+def read_if_there(file: Path) -> bytes:
+    """Return the content of a file; nothing if it does not exist."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
@@ -127,149 +222,16 @@ def _source(directory: Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _tag(directory: Path, stem: str) -> str:
-    source = _source(directory, stem)
-    if source is None:
-        return ""
-    metadata: Json = None
-    if source.name == single(stem):
-        metadata = dict(read_metadata(source))
-    else:
-        with contextlib.suppress(ValueError):
-            metadata = read_json(source).get("metadata")
-    tag = metadata.get("config") if isinstance(metadata, dict) else None
-    # The file may come from anyone, and the tag becomes a part of a name.
-    return tag if isinstance(tag, str) and _TAG.fullmatch(tag) else ""
+def has_weights_beside(directory: Path, names: Iterable[str]) -> bool:
+    """Return true if the directory has weights to which one of these files belongs."""
+    wanted = set(names)
+    stems = [stem for stem, own in COMPANIONS.items() if wanted.intersection(own)]
+    return any(_source(directory, stem) is not None for stem in stems)
 
 
-def prepare(
-    directory: Path, stem: str, num_files: int, config: str, source: str | None
-) -> tuple[list[Path], str]:
-    """Make room for a new checkpoint. Return names for its files, and the tag of its configuration.
-
-    The caller writes the files as `part(file)`, and the tag, if there is one, into their metadata. Raises
-    `ValueError` before anything is written for links in `source` that `carry_over` must not follow.
-    """
-    if source is not None:
-        check_links(Path(source), directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tidy(directory)
-    present, tag = directory / CONFIG, ""
-    if not present.exists():
-        write_beside(present, config)
-    elif present.read_bytes() != config.encode():
-        tag = secrets.token_hex(8)
-        _write(directory / f"{CONFIG}.{tag}", config)
-    if num_files == 1:
-        return [directory / single(stem)], tag
-    used = _files_in_force(directory, stem)
-    for own in itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2))):
-        files = [directory / f"{own}-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
-        if not used.intersection(files):
-            return files, tag
-    raise AssertionError
-
-
-def commit(
-    directory: Path, stem: str, files: list[Path], tag: str, weight_map: Mapping[str, str], num_bytes: int
-) -> None:
-    """Put the written files in force, then remove those of the previous checkpoint."""
-    old = _files_in_force(directory, stem)
-    named = directory / index(stem)
-    if len(files) > 1:
-        metadata = {"total_size": num_bytes, **({"config": tag} if tag else {})}
-        _write(named, json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2) + "\n")
-        for file in files:
-            os.replace(part(file), file)
-        _sync(directory)  # the files that the index names reach the disk before it
-        os.replace(part(named), named)
-        _sync(directory)
-        if (directory / single(stem)).exists():
-            os.unlink(directory / single(stem))
-    else:
-        os.replace(part(files[0]), files[0])
-    _sync(directory)
-    if tag:
-        os.replace(directory / f"{CONFIG}.{tag}.part", directory / CONFIG)
-        _sync(directory)
-    stale = {file for file in directory.iterdir() if re.fullmatch(stem + _SHARD, file.name)} | old
-    if len(files) == 1 and named.exists():
-        os.unlink(named)
-    for file in sorted(stale.difference(files)):
-        os.unlink(file)
-
-
-def carry_over(source: Path, directory: Path) -> None:
-    """Copy the files beside a checkpoint (a tokenizer's, licences) that the other directory does not have."""
-    if not source.is_dir() or source.resolve() == directory.resolve():
-        return
-    for file in sorted(source.iterdir()):
-        target = directory / file.name
-        is_weights = _WRITTEN.fullmatch(file.name) is not None
-        if file.is_file() and not file.name.startswith(".") and not is_weights and not target.exists():
-            shutil.copyfile(file, part(target))
-            os.replace(part(target), target)
-
-
-def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> None:
-    """Raise `ValueError` for links that `carry_over`, and copying `folders`, would follow out of both `source`
-    and the cache of the hub: a checkpoint from elsewhere may contain a link to any file that the
-    user who loads it can read.
-    """
-    root = source.resolve()
-    if root == directory.resolve():
-        return
-    files = [file for file in source.glob("[!.]*") if file.is_file() and not (directory / file.name).exists()]
-    files = [file for file in files if not _WRITTEN.fullmatch(file.name)]
-    for file in [*files, source / GENERATION, *(x for folder in folders for x in (folder, *folder.rglob("*")))]:
-        real = file.resolve()
-        is_inside = real.is_relative_to(root) or _BLOB.fullmatch(real.as_posix())
-        if not is_inside or (file.is_symlink() and file.is_dir()):
-            raise ValueError(
-                f"{file} is a link to {real}, but only links to files of the same checkpoint, or of the hub's "
-                "cache, are copied with it. If it is intended, replace it with a copy of its target."
-            )
-
-
-def write_beside(file: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    _write(file, text)
-    os.replace(part(file), file)
-
-
-def tidy(directory: Path) -> None:
-    """Finish an interrupted save if its weights are in force, and remove its files if not."""
-    waiting = config_file(directory)
-    if waiting.name != CONFIG:
-        os.replace(waiting, directory / CONFIG)
-        _sync(directory)
-    for file in list(directory.iterdir()):
-        if _PART.fullmatch(file.name):
-            os.unlink(file)
-
-
-def _files_in_force(directory: Path, stem: str) -> set[Path]:
+def files_in_force(directory: Path, stem: str) -> set[Path]:
     """Return the files that the index in force names; none if there is a single file, or a broken index."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         files = weight_files(directory, stem)
         return set() if isinstance(files, Path) else set(files.values())
     return set()
-
-
-def _write(file: Path, text: str) -> None:
-    """Write `part(file)`, and wait until it is on the disk."""
-    with part(file).open("w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk, if the system can do so."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(directory, os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,14 +5,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from jaxtyping import Float
 
 from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._files.directory import read_json
+from redco_eqx.models._files.directory import local_directory, read_json
 
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -106,9 +105,9 @@ def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
     """Read the image processor from `preprocessor_config.json` in a directory.
 
     Raises `FileNotFoundError` if the file does not exist, `ValueError` for an entry that is not supported, or
-    of a wrong type or range.
+    of a wrong type or range, or for a directory that is an address (`gs://bucket`).
     """
-    file = Path(directory) / PREPROCESSOR
+    file = local_directory("load_image_processor", directory) / PREPROCESSOR
     if not file.is_file():
         raise FileNotFoundError(f"load_image_processor: {file} is missing. It says how to prepare images.")
     raw = read_json(file)

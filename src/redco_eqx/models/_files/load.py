@@ -28,7 +28,14 @@ from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.decoder import check_can_pad, pad_vocabulary
 from redco_eqx.models._blocks.model import Model, Options, count_layers
 from redco_eqx.models._families.registry import Family, read_family
-from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
+from redco_eqx.models._files.directory import (
+    CONFIG,
+    GENERATION,
+    file_in_force,
+    local_directory,
+    read_json,
+    weight_files,
+)
 from redco_eqx.models._files.names import Entry, count_stored, entries_of, list_problems, match_keys
 from redco_eqx.models._files.pieces import place
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
@@ -104,7 +111,7 @@ def load_pretrained(
         read.
     - `ImportError` without the package safetensors.
     """
-    directory = Path(directory).expanduser()
+    directory = local_directory("load_pretrained", directory)
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
     if pad_vocabulary_to != 1:
@@ -172,13 +179,13 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
             f"load_pretrained: {directory} is not a directory. Download a model of the Hub with "
             "huggingface_hub.snapshot_download(name), which returns its directory."
         )
-    file = config_file(directory)
-    if not file.is_file():
+    file = file_in_force("load_pretrained", directory, CONFIG)
+    if file is None:
         raise FileNotFoundError(f"load_pretrained: {directory} has no config.json, which describes the model.")
-    generation = directory / GENERATION
+    generation = file_in_force("load_pretrained", directory, GENERATION)
     try:
         config, make_model = read_family(read_json(file), family, entries)
-        raw = read_json(generation) if generation.is_file() else {}
+        raw = {} if generation is None else read_json(generation)
         return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error

@@ -22,15 +22,18 @@ from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._blocks.lora import LoRA, add_lora, beside
 from redco_eqx.models._blocks.model import Model
-from redco_eqx.models._files.directory import part, read_json, write_beside
+from redco_eqx.models._files.directory import ADAPTER_CONFIG as CONFIG
+from redco_eqx.models._files.directory import file_in_force, local_directory, read_json, single
+from redco_eqx.models._files.exchange import begin, tidied_after_error
 from redco_eqx.models._files.names import Entry, entries_of
 from redco_eqx.models._files.pieces import check_arrays, pieces_of, place, write_together
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file, write_file
+from redco_eqx.models._files.writer import only_writer
 
 M = TypeVar("M", bound=Model)
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+STEM = "adapter_model"
+WEIGHTS = single(STEM)
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FACTOR = re.compile(r"\.lora_([ab])$")
@@ -52,13 +55,15 @@ _OTHERS = {
 """Entries with any value: the logits do not depend on them. All unknown entries are refused."""
 
 
-def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | None = None) -> None:
+def save_lora(
+    model: Model, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+) -> None:
     """Write only the branches of a model, as `adapter_config.json` and `adapter_model.safetensors`.
     `peft.PeftModel.from_pretrained(base, directory)` and other engines open them.
 
     A list of layers and stacked layers produce the same files. With several processes, all must call this
-    function, and process 0 writes. Each of the two files is either complete or absent. The configuration
-    comes last.
+    function, and process 0 writes. Both files come into force together, and programs that save to one
+    directory take turns, as in `save_pretrained`.
 
     **Arguments:**
 
@@ -70,7 +75,8 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
     **Raises:**
 
     - `ValueError` if there are no branches, if they have several ranks or scales, if they are beside
-        projections that files store joined (Phi-3), or if arrays are abstract, deleted or not floating.
+        projections that files store joined (Phi-3), if arrays are abstract, deleted or not floating, or if the
+        directory is an address (`gs://bucket`).
     - `OSError` if the files cannot be written; `RuntimeError` on the other processes.
     """
     directory = local_path("save_lora: directory", directory)
@@ -98,7 +104,7 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if isinstance(model, DecoderLM) else None,
-        "base_model_name_or_path": base or model.config.source,
+        "base_model_name_or_path": model.config.source if base is None else os.fspath(base),
         "target_modules": sorted({path.rpartition(".")[2] for path in branches}),
         "r": rank,
         "lora_alpha": scale * rank,
@@ -109,12 +115,15 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
     }
     text = json.dumps(config, indent=2) + "\n"
 
+    records = [piece.record for piece in pieces]
+
     def write(fetched: Iterator[np.ndarray]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        weights = directory / WEIGHTS
-        write_file(part(weights), [piece.record for piece in pieces], fetched, {"format": "pt"})
-        os.replace(part(weights), weights)
-        write_beside(directory / CONFIG, text)
+        with only_writer("save_lora", directory), tidied_after_error(directory):
+            exchange = begin(directory, STEM, 1, {CONFIG: text.encode()})
+            (weights,) = exchange.files
+            write_file(exchange.part(weights), records, fetched, exchange.metadata)
+            exchange.commit({}, 0)
 
     write_together("save_lora", directory, pieces, arrays, write)
 
@@ -134,14 +143,17 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     - `FileNotFoundError` if one of the files does not exist.
     - `ValueError`, naming the entry or the key, for an unknown entry that is not null, false or empty (DoRA,
         PiSSA, aLoRA, trained biases, several ranks), keys that are not LoRA's, projections that the model does
-        not have, wrong shapes, or branches in only some of the stacked layers.
+        not have, wrong shapes, or branches in only some of the stacked layers. Also for a directory that is an
+        address (`gs://bucket`).
     - `ImportError` without the package safetensors.
     """
-    directory = Path(directory).expanduser()
-    for name in (CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"load_lora: {directory} has no {name}.")
-    rank, scale = _read_config(directory / CONFIG)
+    directory = local_directory("load_lora", directory)
+    config = file_in_force("load_lora", directory, CONFIG)
+    if config is None:
+        raise FileNotFoundError(f"load_lora: {directory} has no {CONFIG}.")
+    if not (directory / WEIGHTS).is_file():
+        raise FileNotFoundError(f"load_lora: {directory} has no {WEIGHTS}.")
+    rank, scale = _read_config(config)
     stored = open_file(directory / WEIGHTS)
     unknown = [key for key in stored if not _KEY.fullmatch(key)]
     if unknown:

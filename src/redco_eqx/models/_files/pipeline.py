@@ -1,14 +1,15 @@
 """Directories of Stable Diffusion in the format of diffusers: an index, and a folder per part."""
 
+import contextlib
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -19,10 +20,13 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._diffusion.model import VERSION
 from redco_eqx.models._diffusion.scheduler import Scheduler
 from redco_eqx.models._diffusion.schedulers import DDIMScheduler, DDPMScheduler, PNDMScheduler
-from redco_eqx.models._files.directory import carry_over, check_links, part, read_json, write_beside
+from redco_eqx.models._files.copies import carry_over, check_links, copy_folder
+from redco_eqx.models._files.directory import local_directory, read_json
+from redco_eqx.models._files.exchange import tidied_after_error, tidy, write_beside
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.pieces import write_together
-from redco_eqx.models._files.save import save_pretrained
+from redco_eqx.models._files.save import Save, plan_save
+from redco_eqx.models._files.writer import only_writer
 from redco_eqx.models._text_to_image.stable_diffusion import PipelineIndex, StableDiffusion
 
 INDEX = "model_index.json"
@@ -69,10 +73,13 @@ def load_stable_diffusion(
     - `ValueError` for a different pipeline, a part of a different class, a scheduler that is not supported,
         parts that do not fit each other, or anything that `load_pretrained` rejects.
     """
-    directory = Path(directory).expanduser()
+    directory = local_directory("load_stable_diffusion", directory)
     file = directory / INDEX
     if not file.is_file():
-        raise FileNotFoundError(f"load_stable_diffusion: {file} does not exist. It names the model's parts.")
+        raise FileNotFoundError(
+            f"load_stable_diffusion: {file} does not exist. It names the model's parts. If a save into "
+            "this directory was killed, its parts may belong to two models. Save the model again."
+        )
     index = read_json(file)
     for name, expected in {"_class_name": PIPELINE, **PARTS}.items():
         if index.get(name) != expected:
@@ -116,31 +123,65 @@ def save_stable_diffusion(
     unless they exist in the new one. For a model that was not loaded, save the tokenizer first, as the folder
     `tokenizer`.
 
-    Each part changes atomically, as in `save_pretrained`, and the index changes last. The parts together do
-    not change atomically. With several processes, all must call this function.
+    All parts are written under temporary names, and renamed at the end. The index is removed before the
+    renames and written after them. So if a save is killed between two renames, the directory does not open,
+    and you can save again. Programs that save to one directory take turns, as in `save_pretrained`. With
+    several processes, all must call this function.
 
     **Arguments:**
 
     - `directory`: created if it does not exist. `~` is expanded.
     - `max_shard_bytes`: as for `save_pretrained`.
 
-    **Raises:** the errors of `save_pretrained`, and `TypeError` if the model is not a `StableDiffusion`.
+    **Raises:** the errors of `save_pretrained`, and `TypeError` if the model is not a `StableDiffusion`. All
+    parts are checked before anything is written.
     """
     if not isinstance(model, StableDiffusion):
         raise TypeError(f"save_stable_diffusion: expected a StableDiffusion, got a {type(model).__name__}.")
     directory = local_path("save_stable_diffusion: directory", directory)
+    saves = [
+        plan_save(
+            f"save_stable_diffusion: {name}",
+            getattr(model, name),
+            directory / name,
+            max_shard_bytes=max_shard_bytes,
+        )
+        for name in PARTS
+    ]
 
-    def check(_: object) -> None:
-        if model.index.source is not None:
-            source = Path(model.index.source)
-            check_links(source, directory, _folders(source, directory, json.loads(model.index.rest)))
+    def together(write: Callable[[Iterator[np.ndarray]], object], save: Save | None = None) -> None:
+        pieces, arrays = ((), {}) if save is None else (save.pieces, save.arrays)
+        write_together("save_stable_diffusion", directory, pieces, arrays, write)
 
-    write_together("save_stable_diffusion", directory, (), {}, check)
-    for name in PARTS:
-        save_pretrained(getattr(model, name), directory / name, max_shard_bytes=max_shard_bytes)
-    write_together(
-        "save_stable_diffusion", directory, (), {}, lambda _: _write(directory, model.index, model.scheduler)
-    )
+    # The stack is used only on process 0. Closing it lets other programs write there.
+    with contextlib.ExitStack() as stack:
+        together(lambda _: _open_to_write(directory, model.index, stack))
+        for save in saves:
+            together(lambda fetched, save=save: save.stage(fetched, stack), save)
+        together(lambda _: _put_in_force(directory, model, saves))
+
+
+def _open_to_write(directory: Path, index: PipelineIndex, stack: contextlib.ExitStack) -> None:
+    """Become the only writer of the directory, until the stack is closed."""
+    if index.source is not None:
+        source = Path(index.source)
+        check_links(source, directory, _folders(source, directory, json.loads(index.rest)))
+    directory.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(only_writer("save_stable_diffusion", directory))
+    stack.enter_context(tidied_after_error(directory))
+    for folder in (directory, directory / "scheduler"):
+        if folder.is_dir():
+            tidy(folder)
+
+
+def _put_in_force(directory: Path, model: StableDiffusion, saves: list[Save]) -> None:
+    """Rename the files of all parts, which have been written."""
+    # A mixture of two models would open. Without the index, a save that is killed here does not.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(directory / INDEX)
+    for save in saves:
+        save.commit()
+    _write(directory, model.index, model.scheduler)
 
 
 def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
@@ -149,10 +190,7 @@ def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
     if index.source is not None:
         carry_over(Path(index.source), directory)
         for folder in _folders(Path(index.source), directory, rest):
-            target = directory / folder.name
-            shutil.rmtree(part(target), ignore_errors=True)
-            shutil.copytree(folder, part(target))
-            os.replace(part(target), target)
+            copy_folder(folder, directory / folder.name)
     rest = {"tokenizer": TOKENIZER, **dict.fromkeys(OPTIONAL, ABSENT), **rest}
     found = {
         name: entry if not isinstance(entry, list) or (directory / name).is_dir() else ABSENT
@@ -167,7 +205,7 @@ def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
 
 
 def _write_json(file: Path, entries: Mapping[str, Json]) -> None:
-    write_beside(file, json.dumps(entries, indent=2, sort_keys=True) + "\n")
+    write_beside(file, (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> list[Path]:

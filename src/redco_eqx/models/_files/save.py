@@ -15,16 +15,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from redco_eqx._base.tree import to_arrays
+from redco_eqx._base.tree import AnyArray, to_arrays
 from redco_eqx._paths import local_path
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
-from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
+from redco_eqx.models._files.copies import carry_over, check_links
+from redco_eqx.models._files.directory import CARD, CONFIG, GENERATION
+from redco_eqx.models._files.exchange import Exchange, begin, tidied_after_error
 from redco_eqx.models._files.names import entries_of, list_problems
 from redco_eqx.models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
 from redco_eqx.models._files.safetensors import write_file
-
-CARD = "README.md"
+from redco_eqx.models._files.writer import only_writer
 
 _FORM = """---
 library_name: {library}
@@ -87,9 +88,13 @@ def save_pretrained(
     that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no
     subdirectories) are copied, unless a file of the same name exists. Every file is written under a temporary
     name and renamed at the end. At any moment, the directory therefore contains either the complete old
-    checkpoint or the complete new one. Files with other names (a tokenizer's) stay. If the configuration
-    changes, then for an instant, between two renames, only `load_pretrained` opens the configuration that
-    belongs to the weights.
+    checkpoint or the complete new one. Files with other names (a tokenizer's) stay. If `config.json`,
+    `generation_config.json` or the card changes, then for an instant, between two renames, only
+    `load_pretrained` opens those that belong to the weights. If a save is killed at that instant,
+    `load_pretrained` warns, and the next save finishes it.
+
+    Programs that save to one directory take turns: one waits until the other has ended, for at most 10 minutes.
+    The directory then contains the model that was saved last.
 
     With several processes, all must call this function: all of them fetch arrays, and process 0 writes. It
     returns when the new checkpoint is on disk.
@@ -105,64 +110,128 @@ def save_pretrained(
     - `directory`: created if it does not exist. `~` is expanded.
     - `card`: the text of a model card for the Hugging Face Hub, written as `README.md`. Or pass the
         [`History`][redco_eqx.types.History] of a run to generate a card with the model, the versions, the mesh
-        and the last metrics.
+        and the last metrics. All texts are written in UTF-8, whatever the locale.
     - `max_shard_bytes`: larger weights go into several files, which an index names. Their names follow Hugging
         Face's convention, `model-00001-of-0000N.safetensors`. If you save the model again over the same number
         of files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
 
     **Raises:**
 
-    - `TypeError` if the model is not a `Model`.
-    - `ValueError` if `max_shard_bytes` is not positive, an array is abstract, deleted, or not floating, or the
-        arrays are not those of the model's family: LoRA that was not merged, for example. Also if a file to
-        copy is a link that points outside the directory (but not into the cache of the hub).
-    - `OSError` if the files cannot be written. The old checkpoint is then in force.
+    - `TypeError` if the model is not a `Model`, the directory not a path, or the card not one of these.
+    - `ValueError` if the directory is an address (`gs://bucket`), `max_shard_bytes` is not positive, an array
+        is abstract, deleted, or not floating, or the arrays are not those of the model's family: LoRA that was
+        not merged, for example. Also if a file to copy is a link that points outside the directory (but not
+        into the cache of the hub).
+    - `OSError` if the files cannot be written. The old checkpoint is then in force. `TimeoutError`, which is
+        one of them, names another program that has been writing the directory for 10 minutes.
     - `RuntimeError` in the other processes, if process 0 could not write.
     """
-    if not isinstance(model, Model):
-        raise TypeError(f"save_pretrained: expected a model of redco_eqx.models, got a {type(model).__name__}.")
-    if max_shard_bytes < 1:
-        raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes}, but it must be positive.")
-    arrays = to_arrays(model)
-    check_arrays("save_pretrained", arrays)
-    _check_family(model)
     directory = local_path("save_pretrained: directory", directory)
-    if card is not None and not isinstance(card, str):
-        card = card_of(model, directory.resolve().name, card)
-    plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
+    save = plan_save("save_pretrained", model, directory, card=card, max_shard_bytes=max_shard_bytes)
+
+    def write(fetched: Iterator[np.ndarray]) -> None:
+        with contextlib.ExitStack() as stack:
+            save.stage(fetched, stack)
+            save.commit()
+
+    write_together("save_pretrained", directory, save.pieces, save.arrays, write)
+
+
+class Save:
+    """A checked model on its way to a directory. Process 0 calls `stage`, and then `commit`."""
+
+    def __init__(
+        self,
+        what: str,
+        directory: Path,
+        config: BaseConfig,
+        arrays: dict[str, AnyArray],
+        files: list[list[Piece]],
+        contents: Mapping[str, bytes | None],
+    ):
+        self.arrays = arrays
+        self._what = what
+        self._directory = directory
+        self._config = config
+        self._files = files
+        self._contents = contents
+        self._exchange: Exchange | None = None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The arrays to fetch, in the order in which `stage` takes them."""
+        return list(itertools.chain.from_iterable(self._files))
+
+    def stage(self, fetched: Iterator[np.ndarray], stack: contextlib.ExitStack) -> None:
+        """Write all files under temporary names. Until the stack is closed, nobody else writes there. The stack
+        also removes the temporary files after an error.
+        """
+        config = self._config
+        if config.source is not None:
+            check_links(Path(config.source), self._directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(only_writer(self._what, self._directory))
+        stack.enter_context(tidied_after_error(self._directory))
+        self._exchange = begin(self._directory, config.weights, len(self._files), self._contents)
+        if config.source is not None:
+            carry_over(Path(config.source), self._directory)
+        for file, pieces in zip(self._exchange.files, self._files, strict=True):
+            records = [piece.record for piece in pieces]
+            arrays = itertools.islice(fetched, len(records))
+            write_file(self._exchange.part(file), records, arrays, self._exchange.metadata)
+
+    def commit(self) -> None:
+        """Put the written files in force."""
+        assert self._exchange is not None
+        placed = zip(self._exchange.files, self._files, strict=True)
+        weight_map = {piece.record.key: file.name for file, pieces in placed for piece in pieces}
+        self._exchange.commit(weight_map, sum(piece.record.num_bytes for piece in self.pieces))
+
+
+def plan_save(
+    what: str, model: Any, directory: Path, *, card: str | RunHistory | None = None, max_shard_bytes: int
+) -> Save:
+    """Check a model, and plan its files. Nothing is written. Raises the errors of `save_pretrained`."""
+    if not isinstance(model, Model):
+        raise TypeError(f"{what}: expected a model of redco_eqx.models, got a {type(model).__name__}.")
+    if max_shard_bytes < 1:
+        raise ValueError(f"{what}: max_shard_bytes={max_shard_bytes}, but it must be positive.")
+    arrays = to_arrays(model)
+    check_arrays(what, arrays)
+    _check_family(what, model)
     config: BaseConfig = model.config
     entries = config.to_file(dtype=common_dtype(arrays), architecture=model.architecture)
     text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
-
-    def write(fetched: Iterator[np.ndarray]) -> None:
-        try:
-            files, tag = prepare(directory, config.weights, len(plan), text, config.source)
-            if config.source is not None:
-                carry_over(Path(config.source), directory)
-            metadata = {"format": "pt", **({"config": tag} if tag else {})}
-            for file, pieces in zip(files, plan):
-                records = [piece.record for piece in pieces]
-                write_file(part(file), records, itertools.islice(fetched, len(records)), metadata)
-            written = [(piece.record, file) for file, pieces in zip(files, plan) for piece in pieces]
-            weight_map = {record.key: file.name for record, file in written}
-            num_bytes = sum(record.num_bytes for record, _ in written)
-            commit(directory, config.weights, files, tag, weight_map, num_bytes)
-            if config.generation == "{}":
-                (directory / GENERATION).unlink(missing_ok=True)  # of the model that was here before
-            else:
-                generation = json.dumps(json.loads(config.generation), indent=2)
-                write_beside(directory / GENERATION, generation + "\n")
-            if card is not None:
-                write_beside(directory / CARD, card)
-        except Exception:
-            with contextlib.suppress(OSError):
-                tidy(directory)
-            raise
-
-    write_together("save_pretrained", directory, itertools.chain.from_iterable(plan), arrays, write)
+    contents: dict[str, bytes | None] = {CONFIG: text.encode()}
+    contents[GENERATION] = None  # a file that is there belongs to another model
+    if config.generation != "{}":
+        contents[GENERATION] = (json.dumps(json.loads(config.generation), indent=2) + "\n").encode()
+    if card is not None:
+        contents[CARD] = _card_content(what, model, directory, card)
+    files = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
+    return Save(what, directory, config, arrays, files, contents)
 
 
-def _check_family(model: Model) -> None:
+def _card_content(what: str, model: Model, directory: Path, card: str | RunHistory) -> bytes:
+    """Return the text of a card in UTF-8, whatever the locale."""
+    if isinstance(card, str):
+        text = card
+    elif isinstance(card, RunHistory):
+        # In an ASCII locale, a name with accents is not text.
+        name = os.fsencode(directory.resolve().name).decode("utf-8", "replace")
+        text = card_of(model, name, card)
+    else:
+        raise TypeError(f"{what}: card must be a text or the History of a run, but is a {type(card).__name__}.")
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what}: card has {text[error.start]!r} at position {error.start}, which is no character of a "
+            "text. Read the card with encoding='utf-8'."
+        ) from error
+
+
+def _check_family(what: str, model: Model) -> None:
     """Raise `ValueError` for arrays that a reader of the configuration would not expect, or would miss."""
     entries = entries_of(model)
     family, config = type(model), model.config
@@ -183,7 +252,7 @@ def _check_family(model: Model) -> None:
         if any(path.endswith((".lora_a", ".lora_b")) for path in extra):
             hint = "\nmerge_lora(model) adds the branches to its weights; save_lora writes them alone."
         raise ValueError(
-            f"save_pretrained: the arrays are not those of a {family.__name__} with this configuration, and it "
+            f"{what}: the arrays are not those of a {family.__name__} with this configuration, and it "
             f"would not open.{text}{hint}"
         )
 
