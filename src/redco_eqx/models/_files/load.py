@@ -38,6 +38,7 @@ from redco_eqx.models._files.directory import (
 )
 from redco_eqx.models._files.names import Entry, count_stored, entries_of, list_problems, match_keys
 from redco_eqx.models._files.pieces import place
+from redco_eqx.models._files.rename import hint_of_beginning, rename_keys
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
 
 
@@ -55,6 +56,7 @@ def load_pretrained(
     entries: Mapping[str, Json] | None = None,
     key: Key | None = None,
     pad_vocabulary_to: int = 1,
+    rename: Mapping[str, str | None] | None = None,
 ) -> Any:
     """Load the model from a directory that Hugging Face's libraries or `save_pretrained` wrote, or from the
     folder of one part of a diffusers pipeline.
@@ -99,6 +101,11 @@ def load_pretrained(
     - `pad_vocabulary_to`: adds rows of zeros to the embedding table and the head, up to a multiple of this
         number (see [`pad_vocabulary`][]). Pass `mesh.shape["tensor"]` to split a vocabulary that does not
         divide evenly.
+    - `rename`: new beginnings for keys in the weight files, `{old: new}`; `None` leaves those keys out. If two
+        of them fit a key, the longer one counts. `{"_orig_mod.": ""}` reads the weights of a module from
+        `torch.compile`, `{"module.": ""}` of one from `DataParallel`, and
+        `{"language_model.": "", "vision_tower.": None}` a part of a larger model. If the keys do not fit the
+        model, but would without their beginning, the error states the `rename` to pass.
 
     **Raises:**
 
@@ -107,8 +114,9 @@ def load_pretrained(
     - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
         supported, a number of layers that differs from the files (before any layer is made), missing or
         unexpected keys, a wrong shape, a truncated file, a wrong index, weights that exist only as a pickle, or
-        a dtype that is not floating. Errors about arguments and `config.json` are raised before any weight is
-        read.
+        a dtype that is not floating. Also for a directory that is an address (`gs://bucket`), and a `rename`
+        that fits no key, or gives two keys one name. Errors about arguments and `config.json` are raised before
+        any weight is read.
     - `ImportError` without the package safetensors.
     """
     directory = local_directory("load_pretrained", directory)
@@ -117,6 +125,8 @@ def load_pretrained(
     if pad_vocabulary_to != 1:
         check_can_pad(make_model, pad_vocabulary_to)
     stored = _open(directory, config.weights)
+    if rename is not None:
+        stored = rename_keys(directory, stored, rename)
     if make_model.tied_by_file:
         config = _as_stored(config, stored, make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
@@ -135,7 +145,7 @@ def load_pretrained(
     traced = make(stacked, Options(attention="xla")) if axis_size(mesh, "tensor") > 1 else model
     layout = to_paths(_layout(traced, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
     stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
-    found = _find(directory, stored, stored_leaves, make_model, may_lack=may_lack)
+    found = _find(directory, stored, stored_leaves, model, may_lack=may_lack)
     buffers = [entry for entry in stored_leaves if entry.path in make_model.buffers]
     others = [entry for entry in stored_leaves if entry.path not in make_model.buffers]
     here = [entry for entry in others if all(name in found for name in entry.keys)]
@@ -209,6 +219,8 @@ def _check_layers(
         if max(value if isinstance(value, tuple) else (value,)) > most:
             problems.append(f"{name}={value}, the files have at most {most} in a row")
     if problems:
+        if hint := hint_of_beginning(stored, family, model if model is not None else make(False)):
+            raise ValueError(f"load_pretrained: the keys in {directory} do not fit the model.{hint}")
         raise ValueError(
             f"load_pretrained: config.json in {directory} does not match the weight files beside it: "
             f"{'; '.join(problems)}. Take both from one checkpoint."
@@ -239,11 +251,12 @@ def _find(
     directory: Path,
     stored: Mapping[str, Stored],
     entries: list[Entry],
-    family: type[Model],
+    model: Model,
     *,
     may_lack: tuple[str, ...] = (),
 ) -> dict[str, Stored]:
     """Return the stored array for each key of the model."""
+    family = type(model)
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
     found = {
@@ -269,9 +282,10 @@ def _find(
         "different from the table that config.json ties it to": [f"{key} and {table}" for key, table in untied],
     }
     if text := list_problems(problems):
+        hint = hint_of_beginning(stored, family, model)
         raise ValueError(
             f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json."
-            f"{text}"
+            f"{text}{hint}"
         )
     if match.dropped:
         warnings.warn(
