@@ -47,7 +47,7 @@ def test_a_load_that_renames_is_one_of_the_plain_files(tmp_path, beginning, stac
     plain = load_pretrained(write(tmp_path, "llama", make_arrays("llama")), stacked=stacked)
     begin_with(tmp_path, beginning)
     error = raised(
-        ValueError, load_pretrained, tmp_path, stacked=stacked, match=re.escape(f"begin with '{beginning}'")
+        ValueError, load_pretrained, tmp_path, stacked=stacked, match=re.escape(f"begin with {beginning!r}")
     )
     assert "config.json" not in str(error).replace(str(tmp_path), "")  # which is not to blame
     assert remedy(error) == {beginning: ""}
