@@ -27,7 +27,9 @@ from tiny_models import make
 from redco_eqx import models
 from redco_eqx._base.tree import to_arrays
 from redco_eqx.models import load_pretrained, save_pretrained
-from redco_eqx.models._files import writer
+from redco_eqx.models._families import registry
+from redco_eqx.models._files import load, writer
+from redco_eqx.models._files.directory import tag_of
 
 PROGRAM = pathlib.Path(__file__).with_name("_saving_over_and_over.py")
 ONE, SEVERAL = 10**9, 20_000
@@ -387,6 +389,25 @@ def test_a_child_of_a_killed_writer_does_not_keep_the_lock(tmp_path, short_waits
     save_pretrained(make("gpt2"), tmp_path)
 
 
+@pytest.mark.parametrize("max_shard_bytes", [ONE, SEVERAL])
+def test_a_load_during_a_save_is_of_one_model(tmp_path, monkeypatch, max_shard_bytes):
+    """The other program finishes its save after the configuration has been read."""
+    both = [load_pretrained(make_directory(tmp_path / f"own-{seed}", seed)) for seed in range(2)]
+    save_pretrained(both[0], tmp_path / "target", max_shard_bytes=max_shard_bytes)
+    read, saves = registry.read_family, [lambda: save_pretrained(both[1], tmp_path / "target")]
+
+    def read_during_save(*arguments):
+        found = read(*arguments)
+        if saves:
+            saves.pop()()
+        return found
+
+    monkeypatch.setattr(load, "read_family", read_during_save)
+    assert seeds_of(load_pretrained(tmp_path / "target")) == (1, 1, 1)
+    saves += [lambda: save_pretrained(both[0], tmp_path / "target")] * 100
+    raised(OSError, load_pretrained, tmp_path / "target", match="other programs keep saving to .*Load it when")
+
+
 # Files from elsewhere.
 
 
@@ -410,9 +431,9 @@ def test_a_part_from_elsewhere_is_not_in_force(tmp_path, num_files, name, kind):
     text = (other / name).read_bytes()
     tag = "0123456789abcdef"
     if kind == "checksum of another directory":
-        tag = models._files.directory.tag_of(b"{}", text)
+        tag = tag_of(b"{}", text)
     if kind == "stale":  # a copy from an instant in a save, whose file was edited later
-        tag = models._files.directory.tag_of((directory / name).read_bytes(), text)
+        tag = tag_of((directory / name).read_bytes(), text)
         edit_json(directory / name, **{"pad_token_id": 7})
     with_tags(directory, {name.partition(".")[0]: tag}, num_files)
     part = directory / f"{name}.{tag}.part"
@@ -471,7 +492,7 @@ def test_a_card_is_utf_8_in_an_ascii_locale(tmp_path):
     (tmp_path / "old" / "generation_config.json").write_text(
         json.dumps(generation, ensure_ascii=False), "utf-8"
     )
-    printed(CARD, tmp_path / "old", tmp_path, **ASCII)
+    printed(CARD, tmp_path / "old", tmp_path, without=(), **ASCII)
     assert (tmp_path / "text" / "README.md").read_bytes() == "Données: 你好".encode()
     assert "# modèle" in (tmp_path / "modèle" / "README.md").read_text("utf-8")
     assert json.loads((tmp_path / "text" / "generation_config.json").read_bytes()) == generation

@@ -12,8 +12,9 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from redco_eqx._paths import local_path
 from redco_eqx.models._blocks.config import Json
@@ -33,6 +34,9 @@ COMPANIONS = {
 
 SHARD = r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 _TAG = re.compile(r"[0-9a-f]{16}")
+_TRIES = 20
+
+T = TypeVar("T")
 
 
 def local_directory(what: str, directory: str | os.PathLike[str]) -> Path:
@@ -97,6 +101,37 @@ def file_in_force(what: str, directory: Path, name: str) -> Path | None:
         )
         return waiting if waiting.stat().st_size else None
     return file if file.is_file() else None
+
+
+def unchanged(what: str, directory: Path, read: Callable[[], T]) -> T:
+    """Return the result of `read`, which opens the files in force, all of one save. If another program finishes
+    a save meanwhile, read again.
+
+    Raises the errors of `read`, and `OSError` if the directory changes all the time.
+    """
+    for _ in range(_TRIES):
+        before = _state(directory)
+        try:
+            result = read()
+        except (OSError, ValueError):
+            if _state(directory) == before:
+                raise
+            continue
+        if _state(directory) == before:
+            return result
+    raise OSError(f"{what}: other programs keep saving to {directory}. Load it when they have ended.")
+
+
+def _state(directory: Path) -> list[tuple[str, int, int]]:
+    """Return an identity of each file that has a name which readers know."""
+    names = {name for own in COMPANIONS.values() for name in own}
+    names |= {name for stem in COMPANIONS for name in (single(stem), index(stem))}
+    found = []
+    for name in sorted(names):
+        with contextlib.suppress(OSError):  # it does not exist
+            stat = (directory / name).stat()
+            found.append((name, stat.st_ino, stat.st_mtime_ns))
+    return found
 
 
 def tags_in_force(directory: Path, stem: str, names: Iterable[str]) -> dict[str, str]:

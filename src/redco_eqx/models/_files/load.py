@@ -1,6 +1,7 @@
 """`load_pretrained`: load a sharded model from a directory in Hugging Face's format."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from redco_eqx.models._files.directory import (
     file_in_force,
     local_directory,
     read_json,
+    unchanged,
     weight_files,
 )
 from redco_eqx.models._files.names import Entry, count_stored, entries_of, list_problems, match_keys
@@ -117,14 +119,13 @@ def load_pretrained(
         a dtype that is not floating. Also for a directory that is an address (`gs://bucket`), and a `rename`
         that fits no key, or gives two keys one name. Errors about arguments and `config.json` are raised before
         any weight is read.
+    - `OSError` if other programs keep saving to the directory. After one save during the load, it reads again.
     - `ImportError` without the package safetensors.
     """
     directory = local_directory("load_pretrained", directory)
     kind = None if dtype is None else _check_dtype(dtype)
-    config, make_model = _read_config(directory, family, entries or {})
-    if pad_vocabulary_to != 1:
-        check_can_pad(make_model, pad_vocabulary_to)
-    stored = _open(directory, config.weights)
+    read = functools.partial(_read_directory, directory, family, entries or {}, pad_vocabulary_to)
+    config, make_model, stored = unchanged("load_pretrained", directory, read)
     if rename is not None:
         stored = rename_keys(directory, stored, rename)
     if make_model.tied_by_file:
@@ -199,6 +200,16 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
         return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
+
+
+def _read_directory(
+    directory: Path, family: Family | None, entries: Mapping[str, Json], pad_vocabulary_to: int
+) -> tuple[BaseConfig, Any, dict[str, Stored]]:
+    """Read the configuration, and open the weights. Once they are open, another save does not change them."""
+    config, make_model = _read_config(directory, family, entries)
+    if pad_vocabulary_to != 1:
+        check_can_pad(make_model, pad_vocabulary_to)
+    return config, make_model, _open(directory, config.weights)
 
 
 def _check_layers(

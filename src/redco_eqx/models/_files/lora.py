@@ -1,5 +1,6 @@
 """Files with only LoRA branches, in peft's format: `adapter_config.json` and safetensors."""
 
+import functools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._blocks.lora import LoRA, add_lora, beside
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import ADAPTER_CONFIG as CONFIG
-from redco_eqx.models._files.directory import file_in_force, local_directory, read_json, single
+from redco_eqx.models._files.directory import file_in_force, local_directory, read_json, single, unchanged
 from redco_eqx.models._files.exchange import begin, tidied_after_error
 from redco_eqx.models._files.names import Entry, entries_of
 from redco_eqx.models._files.pieces import check_arrays, pieces_of, place, write_together
@@ -148,13 +149,8 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     - `ImportError` without the package safetensors.
     """
     directory = local_directory("load_lora", directory)
-    config = file_in_force("load_lora", directory, CONFIG)
-    if config is None:
-        raise FileNotFoundError(f"load_lora: {directory} has no {CONFIG}.")
-    if not (directory / WEIGHTS).is_file():
-        raise FileNotFoundError(f"load_lora: {directory} has no {WEIGHTS}.")
-    rank, scale = _read_config(config)
-    stored = open_file(directory / WEIGHTS)
+    read = functools.partial(_read_directory, directory)
+    (rank, scale), stored = unchanged("load_lora", directory, read)
     unknown = [key for key in stored if not _KEY.fullmatch(key)]
     if unknown:
         raise ValueError(f"load_lora: {directory / WEIGHTS} has other keys than LoRA's: {first_few(unknown)}.")
@@ -182,6 +178,16 @@ def _branches(model: Model) -> dict[str, LoRA]:
 def _key(path: str) -> str:
     """Return the key in files for a path that ends with a factor."""
     return "base_model.model." + _FACTOR.sub(lambda factor: f".lora_{factor[1].upper()}.weight", path)
+
+
+def _read_directory(directory: Path) -> tuple[tuple[int, float], dict[str, Stored]]:
+    """Return rank and scale, and the stored arrays."""
+    config = file_in_force("load_lora", directory, CONFIG)
+    if config is None:
+        raise FileNotFoundError(f"load_lora: {directory} has no {CONFIG}.")
+    if not (directory / WEIGHTS).is_file():
+        raise FileNotFoundError(f"load_lora: {directory} has no {WEIGHTS}.")
+    return _read_config(config), open_file(directory / WEIGHTS)
 
 
 def _read_config(file: Path) -> tuple[int, float]:
