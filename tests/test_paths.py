@@ -40,3 +40,28 @@ def test_home_is_expanded(monkeypatch, tmp_path):
 def test_something_that_is_no_path_is_refused(path):
     with pytest.raises(TypeError, match="directory must be a path"):
         local_path("directory", path)
+
+
+def test_a_nul_character_is_refused():
+    with pytest.raises(ValueError, match=r"directory is 'a\\x00b', but no path has a NUL"):
+        local_path("directory", "a\0b")
+
+
+@pytest.mark.parametrize(
+    ("below", "what"), [("file", "is a file"), ("link", "is a link to .*nowhere, which does")]
+)
+def test_a_path_below_something_that_is_no_directory_is_refused(below, what, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for end in ("run", "a/b/run"):
+        with pytest.raises(
+            ValueError, match=f"directory is {tmp_path}/{below}/{end}, but {tmp_path}/{below} {what}"
+        ):
+            local_path("directory", tmp_path / below / end)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_link_to_a_directory_is_a_path(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert local_path("directory", tmp_path / "link" / "run") == tmp_path / "link" / "run"

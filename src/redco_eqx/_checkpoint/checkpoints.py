@@ -18,6 +18,7 @@ from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
 from redco_eqx._checkpoint.record import CheckpointInfo, encode, entries, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.restore import read_back
 from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, Json, Row, RunRecord
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
@@ -40,12 +41,17 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def __init__(self, config: "Checkpoints"):
         self._config, self._directory = config, local(config.directory)
         self._ocp = orbax_checkpoint()
+        # Imported here, because it imports Orbax, which takes a second.
+        from redco_eqx._checkpoint import handlers
+
+        self._handlers = handlers
         self.owner: Owner | None = None
         process = from_first(self._prepare)
         together(lambda: wait_for(self._directory, process), CheckpointError)
         self._checkpointer = self._make_checkpointer()
         self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
         self._in_flight: CheckpointInfo | None = None
+        self._is_read_back = False
 
     @in_own_context
     def save(
@@ -74,8 +80,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
         - `ValueError`: `extras` are not plain JSON, the state is abstract or has been donated, or a
             parameter is not finite.
-        - `CheckpointError`: this save or the previous one could not be written. Earlier checkpoints are not
-            affected.
+        - `CheckpointError`: this save or the previous one could not be written, or the first one could not be
+            read back. Earlier checkpoints are not affected.
         """
         check_is_state(state, "save: state")
         arrays = to_names(state)
@@ -100,23 +106,32 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         info = CheckpointInfo(step, path, numbers, dict(extras or {}), run, infos)
         record, args = encode(info), self._ocp.args
         with self._naming(path):
-            what = args.Composite(arrays=args.PyTreeSave(stored), record=args.JsonSave(record))
+            arrays_of = self._handlers.ArraysSave(stored)
+            what = args.Composite(arrays=arrays_of, record=args.JsonSave(record))
             self._checkpointer.save(os.fspath(path), args=what)
         self._in_flight = info
         return path
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raises `CheckpointError` if it failed."""
-        newest, self._in_flight = self._in_flight, None
+        """Wait until the last save is complete. Raises `CheckpointError` if it failed, or if the first one
+        cannot be read back."""
+        newest = self._in_flight
+        self._in_flight = None
         with self._naming(newest and newest.path):
             self._checkpointer.wait_until_finished()
         if newest is not None and jax.process_index() == 0:
-            self._prune(newest)
+            self._read_back(newest)
+            with contextlib.suppress(OSError):  # the next save reports a disk that fails
+                self._prune(newest)
 
     def check(self) -> None:
         """Raise `CheckpointError` if a save has already failed. Does not wait."""
-        with self._naming(self._in_flight and self._in_flight.path):
+        newest = self._in_flight
+        with self._naming(newest and newest.path):
             self._checkpointer.check_for_errors()
+        is_due = newest is not None and jax.process_index() == 0 and not self._is_read_back
+        if is_due and newest.path.is_dir():  # it has its name when it is complete
+            self._read_back(newest)
 
     def close(self) -> None:
         """Wait as `wait` does, and end the threads. You may call it twice."""
@@ -152,7 +167,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = self._ocp.CompositeCheckpointHandler(
             composite_options=self._ocp.CompositeOptions(async_options=options),
-            arrays=self._ocp.PyTreeCheckpointHandler(),
+            arrays=self._handlers.ArraysHandler(),
             record=self._ocp.JsonCheckpointHandler(filename="record.json"),
         )
         return self._ocp.AsyncCheckpointer(handler, async_options=options)
@@ -168,6 +183,12 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 self._checkpointer.close()
             self._checkpointer, self._in_flight = self._make_checkpointer(), None
             raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+
+    def _read_back(self, newest: CheckpointInfo) -> None:
+        """Read the first checkpoint back, so that a way of writing that silently fails is found at once."""
+        if not self._is_read_back:
+            self._is_read_back = True
+            read_back(newest)
 
     def _prune(self, newest: CheckpointInfo) -> None:
         """Remove the checkpoints of the same run that are no longer needed after `newest`: other attempts at

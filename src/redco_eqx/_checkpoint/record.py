@@ -1,6 +1,7 @@
 """The record of a checkpoint, a small JSON file, and the checkpoints of a directory. No array is read."""
 
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -13,7 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from redco_eqx._base.tree import describe
-from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, RunRecord, from_json, to_json
+from redco_eqx._checkpoint.runs import (
+    CheckpointError,
+    CheckpointFormatError,
+    DamagedError,
+    RunRecord,
+    from_json,
+    to_json,
+)
 from redco_eqx._paths import local_path
 
 # The small JSON file of a checkpoint: its content, its run, and the user's extras.
@@ -98,11 +106,16 @@ def _sha256(content: Any) -> str:
 
 _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
+_SCHEMES = ("gs", "s3", "az", "hf")
+"""The schemes of addresses that Orbax opens."""
+
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """List the complete checkpoints in a directory, in ascending order of their steps. No arrays are read.
 
     A checkpoint is left out, with a warning, if its record is damaged or if this version cannot read it.
+
+    Raises `CheckpointError` if the operating system cannot read a record, which may be whole.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})
@@ -118,7 +131,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     for _, _, path in entries(local(directory)):
         try:
             infos.append(read_record(path))
-        except (CheckpointError, CheckpointFormatError) as error:
+        except (DamagedError, CheckpointFormatError) as error:
             warnings.warn(f"{error}. It is left out.", stacklevel=2)
     return infos
 
@@ -126,16 +139,23 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 def read_record(path: pathlib.Path) -> CheckpointInfo:
     """Read the record of one checkpoint.
 
-    Raises `CheckpointError`, naming the checkpoint, if the record is missing or damaged, and
-    `CheckpointFormatError` if a different version wrote it.
+    **Raises:** each error names the checkpoint.
+
+    - `DamagedError`: the record is missing or damaged.
+    - `CheckpointError`: the operating system cannot read it.
+    - `CheckpointFormatError`: a different version wrote it.
     """
     try:
         outer = json.loads((path / "record" / "record.json").read_bytes())
         content = outer["content"]
         if _sha256(content) != outer["sha256"]:
             raise ValueError("its SHA-256 is not the one that was written")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged: its record.json cannot be read ({error!r})") from error
+    except OSError as error:
+        if not is_damage(error):
+            raise unreadable(path, error) from error
+        raise DamagedError(f"{path} is damaged: its record.json is missing ({error!r})") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: its record.json cannot be read ({error!r})") from error
     try:
         number, run = content.pop("format"), from_json(content.pop("run"))
         if number != FORMAT:
@@ -154,12 +174,64 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
         ) from error
 
 
+# One failed read is no damage. Too many open files, a stale mount or a missing permission say nothing about the
+# checkpoint, which must not be renamed or passed over for them.
+
+
+_OF_DAMAGE = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    # A damaged index leads to names and places that no file has.
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+}
+"""The errors of the operating system that mean a missing file."""
+
+_IN_TEXT = re.compile(r"os_error_code='(\d+)'")
+"""The way in which tensorstore names an error of the operating system, which it raises as a `ValueError`."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return false if the operating system could not read a file that exists."""
+    cause: BaseException | None = error
+    while cause is not None:
+        numbers = [int(number) for number in _IN_TEXT.findall(str(cause))]
+        if isinstance(cause, OSError) and cause.errno is not None:
+            numbers.append(cause.errno)
+        if not _OF_DAMAGE.issuperset(numbers):
+            return False
+        cause = cause.__cause__ or cause.__context__
+    return True
+
+
+def unreadable(path: pathlib.Path, error: BaseException) -> CheckpointError:
+    """Make the error for a checkpoint that the operating system cannot read."""
+    return CheckpointError(
+        f"{path} cannot be read: {in_brief(error)}. The checkpoint may be whole, so nothing was renamed or "
+        "changed. Mend the cause (too many open files, a permission, a mount), and try again"
+    )
+
+
+def in_brief(error: BaseException) -> str:
+    """Describe an error, without the page of JSON that tensorstore appends."""
+    return f"{type(error).__name__}: {str(error).partition(' [tensorstore_spec')[0]}"
+
+
 def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
-    """List `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending."""
-    if not directory.is_dir():
+    """List `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending.
+
+    Raises `OSError` for a directory that cannot be read: it may have checkpoints.
+    """
+    found = []
+    try:
+        for path in directory.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append((int(match[1]), int(match[2] or 1), path))
+    except (FileNotFoundError, NotADirectoryError):  # it does not exist yet
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
-    return sorted((int(m[1]), int(m[2] or 1), path) for m, path in found if m)
+    return sorted(found)
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -173,9 +245,31 @@ def local(directory: str | os.PathLike[str]) -> pathlib.Path:
             "first: save(directory, state), restore(directory, like=state)."
         )
     path = local_path("the directory of checkpoints", directory)
-    if path.is_file():
-        raise ValueError(f"{path} is a file, but checkpoints need a directory. Pass another path.")
+    if reason := _unsuitable(path):
+        raise ValueError(
+            f"the directory of checkpoints is {os.fspath(path)!r}, but {reason}. Pass another path."
+        )
     return path
+
+
+def _unsuitable(path: pathlib.Path) -> str:
+    """Explain why no checkpoint can be written to a path; `""` if one can."""
+    if path.is_file():
+        return "it is a file, and checkpoints need a directory"
+    if path.is_symlink() and not path.exists():
+        return f"it is a link to {os.fspath(path.readlink())!r}, which does not exist"
+    # The libraries that read and write checkpoints take these paths for others.
+    if path.parts[1:2] and path.parts[1] in _SCHEMES:
+        return f"Orbax takes /{path.parts[1]} for the buckets of a cloud, even if it is a folder or a mount"
+    if any(part.endswith(":") and part.removesuffix(":") in _SCHEMES for part in path.parts):
+        return "Orbax takes a folder with this name for the address of a bucket"
+    if "\\" in str(path):
+        return "tensorstore takes a backslash for a slash, and would write to another folder"
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return "tensorstore needs names in UTF-8"
+    return ""
 
 
 def orbax_checkpoint() -> ModuleType:

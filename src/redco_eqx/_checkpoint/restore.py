@@ -7,15 +7,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from redco_eqx._base.tree import AnyArray, first_few, is_key, lack_of_value
 from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
-from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, orbax_checkpoint, read_record
-from redco_eqx._checkpoint.runs import CheckpointError
+from redco_eqx._checkpoint.record import (
+    CheckpointInfo,
+    entries,
+    in_brief,
+    is_damage,
+    local,
+    orbax_checkpoint,
+    read_record,
+    unreadable,
+)
+from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, DamagedError
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state
@@ -69,7 +78,8 @@ def restore(
     - `ValueError`: the state and the checkpoint differ. The message lists each name with both shapes and
         dtypes.
     - `FileNotFoundError`: there is no checkpoint, or none for this step.
-    - `CheckpointError`: all checkpoints, or all for this step, are damaged.
+    - `CheckpointError`: all checkpoints, or all for this step, are damaged. Or the operating system cannot read
+        one, which may be whole: then no older one is read instead.
     - `ImportError` if Orbax is not installed.
     """
     orbax_checkpoint()
@@ -82,7 +92,7 @@ def restore(
         raise FileNotFoundError(f"restore: {directory} {_lack(directory, step)}")
 
     def load(path: pathlib.Path) -> TrainState:
-        info = together(lambda: read_record(path), CheckpointError)
+        info = load_alike(lambda: read_record(path))
         return read(info, like, select(info, like, only=only, renamed=renamed, new=new, unused=unused))
 
     return first_good([directory / name for name in paths], load)[0]
@@ -106,17 +116,38 @@ def first_good(
     """Return `load(path)` for the first path that is not damaged, and the damaged paths before it. Warns about
     each of these.
 
-    Raises `CheckpointError` if all are damaged.
+    Raises `CheckpointError` if all are damaged, or if one cannot be read.
     """
     problems: list[str] = []
     for index, path in enumerate(paths):
         try:
             return load(path), list(paths[:index])
-        except CheckpointError as error:
+        except DamagedError as error:
             problems.append(str(error))
             if path is not paths[-1]:
                 warnings.warn(f"{error}. The checkpoint before it is used instead.", stacklevel=3)
     raise CheckpointError("no checkpoint can be restored:\n  " + "\n  ".join(problems))
+
+
+def load_alike(load: Callable[[], T]) -> T:
+    """Return `load()`. If it fails on one process, raise the same kind of error on all, so that all take the
+    same checkpoint. A checkpoint that one process cannot read does not count as damaged."""
+    result: T | None = None
+    problem: Exception | None = None
+    try:
+        result = load()
+    except (CheckpointError, CheckpointFormatError) as error:
+        problem = error
+
+    def fail(kinds: Any) -> None:
+        if problem is not None and isinstance(problem, kinds):
+            raise problem
+
+    is_damaged = isinstance(problem, DamagedError)
+    together(lambda: None if is_damaged else fail(CheckpointError), CheckpointError)
+    together(lambda: fail(CheckpointFormatError), CheckpointFormatError)
+    together(lambda: fail(DamagedError), DamagedError)
+    return cast(T, result)
 
 
 def select(
@@ -161,20 +192,21 @@ def select(
 def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
     """Return `like` with the arrays of a checkpoint. `names` is the result of `select`.
 
-    All processes must call it. Raises `CheckpointError` if the checkpoint is damaged.
+    All processes must call it. Raises `DamagedError` if the checkpoint is damaged, and `CheckpointError` if it
+    cannot be read.
     """
     own, targets, empty = to_names(like), {}, {}
     for name, stored in names.items():
         x = own[name]
         data = jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-        sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        sharding = getattr(x, "sharding", None) or _on_one_device()
         target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
         (targets if target.size > 0 else empty)[stored] = target
-    arrays = together(lambda: _read_arrays(info.path, targets), CheckpointError)
+    arrays = load_alike(lambda: _read_arrays(info.path, targets))
     checksums, _ = digests(arrays)
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
     if damaged:
-        raise CheckpointError(
+        raise DamagedError(
             f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
             "written"
         )
@@ -186,22 +218,80 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
     return from_names(like, own)
 
 
+def read_back(written: CheckpointInfo) -> None:
+    """Read the record of a checkpoint that was just written, and its smallest array, which is the step. Only
+    one process needs to call it.
+
+    Raises `CheckpointError` if they cannot be read, or are not those that were written.
+    """
+    target = jax.ShapeDtypeStruct((), jnp.int32, sharding=_on_one_device())
+    try:
+        record = read_record(written.path)
+        step = int(_read_arrays(written.path, {"step": target})["step"])
+    except (CheckpointError, CheckpointFormatError) as error:
+        raise CheckpointError(f"{written.path} was written, but cannot be read back: {error}") from error
+    if (record.arrays, step) != (written.arrays, written.step):
+        raise CheckpointError(
+            f"{written.path} was written, but holds something else: step {step}, not {written.step}, with "
+            f"{len(record.arrays)} arrays, not {len(written.arrays)}. Does another program write there?"
+        )
+
+
+def _on_one_device() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
 def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, AnyArray]:
+    """Read arrays of a checkpoint. Raises as `read` does."""
     if not targets:
         return {}
+    try:
+        return _read_by_orbax(path, targets)
+    except Exception as error:  # the kind of error depends on the damage
+        _raise_unless_damage(path, error)
+    # The kind of a failure cannot always be told, so look again before it counts as damage.
+    try:
+        return _read_by_orbax(path, targets)
+    except Exception as error:
+        _raise_unless_damage(path, error)
+        raise DamagedError(f"{path} is damaged: {in_brief(error)}") from error
+
+
+def _read_by_orbax(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, AnyArray]:
     import orbax.checkpoint as ocp
-    from etils import epath
+
+    from redco_eqx._checkpoint.handlers import LiteralPath
 
     # Use only the handler: a checkpointer would wait for the other processes even if one of them has failed.
     arguments = ocp.args.PyTreeRestore(
         item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
-    try:
-        return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "arrays"), args=arguments)
-    except Exception as error:  # the kind of error depends on the damage
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return ocp.PyTreeCheckpointHandler().restore(LiteralPath(path / "arrays"), args=arguments)
+
+
+def _raise_unless_damage(path: pathlib.Path, error: Exception) -> None:
+    """Raise an error if the failure to read says nothing about the checkpoint."""
+    if not is_damage(error):
+        raise unreadable(path, error) from error
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        raise error
+    try:  # the libraries do not always name the cause, but the operating system does
+        _open_all(path / "arrays")
+    except OSError as cause:
+        if not is_damage(cause):
+            raise unreadable(path, cause) from error
+
+
+def _open_all(directory: pathlib.Path) -> None:
+    """Open every file below a directory and read its first byte. Raises `OSError` if that fails."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(directory, onerror=fail):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                file.read(1)
 
 
 def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged or cannot be read or written, or its directory has another writer."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint is damaged: a checksum is wrong, a file is missing, or its content cannot be parsed."""
+
+
 class CheckpointFormatError(RuntimeError):
     """A checkpoint is intact, but a different version wrote it in a format that this version cannot read."""
 

@@ -11,8 +11,8 @@ from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
-from redco_eqx._checkpoint.restore import first_good, read, select
-from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
+from redco_eqx._checkpoint.restore import first_good, load_alike, read, select
+from redco_eqx._checkpoint.runs import CheckpointError, DamagedError, Row, RunRecord
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.course import Plan, TrainingInterrupted
@@ -65,7 +65,7 @@ class Saver:
             _check_state(read_record(self.directory / same_step), state)
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo, RunRecord]:
-            info = together(lambda: read_record(path), CheckpointError)
+            info = load_alike(lambda: read_record(path))
             chosen, before = select(info, like), info.run
             assert before is not None
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
@@ -74,7 +74,7 @@ class Saver:
             return read(info, like, chosen), info, before
 
         (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
-        from_first(lambda: [str(path.rename(path.with_name(path.name + ".damaged"))) for path in damaged])
+        from_first(lambda: [_set_aside(path) for path in damaged])
         self.path, self._saved = info.path, _saved(before)
         # Other versions may trace the same functions differently.
         names = ("key", "parameters", *(("loss_fn", "optimizer") if info.versions == versions() else ()))
@@ -133,28 +133,45 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
     return run.num_steps, len(run.evaluations), run.finished
 
 
+def _set_aside(path: pathlib.Path) -> str:
+    """Rename a damaged checkpoint, so that no later run reads it. Return its new path."""
+    aside = path.with_name(f"{path.name}.damaged")
+    number = 1
+    while aside.exists():  # this step was damaged before
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    return str(path.rename(aside))
+
+
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
     """Return the checkpoints of the run that a state at `step` belongs to, newest first. Also return the
     checkpoint of exactly this step, if the run began before it.
 
-    Include checkpoints that cannot be read, because they may belong to the run.
+    Include checkpoints whose record cannot be read, because they may belong to the run. Raises their error if
+    nothing else tells to which run the state belongs.
     """
-    infos, unreadable, found = [], [], entries(directory)
+    infos = []
+    unknown: dict[pathlib.Path, CheckpointError] = {}
+    found = entries(directory)
     for at, _, path in found:
         try:
             infos.append(read_record(path))
-        except CheckpointError:
-            unreadable += [path] if at >= step else []
+        except CheckpointError as error:
+            if at >= step:
+                unknown[path] = error
     runs = {info.path: info.run for info in infos if info.run is not None}
     begins = {run.begin for run in runs.values()}
     # If no run began at this step, the state comes from a checkpoint of an unfinished run.
     among = [x for x, run in runs.items() if run.step == step and not run.finished and step not in begins]
     begin = step if step in begins else runs[among[-1]].begin if among else None
     if begin is None:
-        if unreadable:
+        if unknown:
+            path, error = unknown.popitem()
+            if not isinstance(error, DamagedError):
+                raise error
             raise CheckpointError(
-                f"fit: {unreadable[-1]} is damaged: its record cannot be read, and there is no other "
-                f"checkpoint of a run from step {step}. Remove it, or pass another directory, to start again."
+                f"fit: {path} is damaged: its record cannot be read, and there is no other checkpoint of a run "
+                f"from step {step}. Remove it, or pass another directory, to start again."
             )
         last = max((info.step for info in infos), default=step)
         if last > step:
@@ -164,7 +181,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
                 f"{last}. To continue a run, pass the state that it began with, or pass another directory."
             )
         return [], None
-    chosen = {*unreadable, *(path for path, run in runs.items() if run.begin == begin)}
+    chosen = {*unknown, *(path for path, run in runs.items() if run.begin == begin)}
     return [path.name for *_, path in reversed(found) if path in chosen], among[-1].name if among else None
 
 
