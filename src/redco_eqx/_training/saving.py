@@ -6,6 +6,7 @@ import pathlib
 import secrets
 
 import jax
+import optax
 
 from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
@@ -16,6 +17,7 @@ from redco_eqx._checkpoint.runs import CheckpointError, DamagedError, Row, RunRe
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.course import Plan, TrainingInterrupted
+from redco_eqx._training.hyperparameters import given_by, kept_in, replace_kept, warn_of_kept
 from redco_eqx._training.identity import compare_states, what_differs
 
 
@@ -46,13 +48,18 @@ class Saver:
                     f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
                 )
 
-    def resume(self, state: TrainState, run: RunRecord, plan: Plan) -> tuple[TrainState, RunRecord]:
+    def resume(
+        self, state: TrainState, run: RunRecord, plan: Plan, optimizer: optax.GradientTransformation
+    ) -> tuple[TrainState, RunRecord]:
         """Return the newest state of the run that began with `state`, in the same layout, and the record of
         the run at that state.
 
         If that run has no checkpoint, return `state` itself, and the record of the beginning. The arrays of
         `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
         together.
+
+        Warn if the optimizer keeps hyperparameters in its state that are not those of `state`. Those of the
+        checkpoint count; with `allow_changes`, those of `state`.
 
         **Raises:** `ValueError` if the checkpoints are of a different model or run, if the run is longer than
         the plan, or if the examples have changed; `CheckpointError` if all checkpoints are damaged.
@@ -63,6 +70,9 @@ class Saver:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         if same_step is not None and not self.config.allow_changes:
             _check_state(read_record(self.directory / same_step), state)
+        given = kept_in(state.opt_state)
+        # A state from the middle of the run has the numbers of the run. The optimizer may ask for others.
+        asked = given_by(optimizer, state) if given and same_step is not None else given
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo, RunRecord]:
             info = load_alike(lambda: read_record(path))
@@ -75,6 +85,11 @@ class Saver:
 
         (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
         from_first(lambda: [_set_aside(path) for path in damaged])
+        kept = kept_in(restored.opt_state)
+        if self.config.allow_changes:
+            restored = replace_kept(restored, given, info.path)
+            kept = given
+        warn_of_kept(kept, asked, info.path)
         self.path, self._saved = info.path, _saved(before)
         # Other versions may trace the same functions differently.
         names = ("key", "parameters", *(("loss_fn", "optimizer") if info.versions == versions() else ()))
