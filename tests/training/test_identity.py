@@ -259,7 +259,8 @@ def test_the_learning_rate_of_a_state_counts(tmp_path: pathlib.Path, recwarn: An
     slow, fast = (optax.inject_hyperparams(optax.sgd)(rate) for rate in (0.01, 0.1))
     begun(tmp_path, linear_state(slow), optimizer=slow)
     fit(linear_state(fast), checkpoints=tmp_path, optimizer=fast)
-    assert [str(w.message) for w in recwarn if "optimizer of this call" in str(w.message)]
+    said = [str(w.message) for w in recwarn if "fit: " in str(w.message)]
+    assert [("hyperparams.learning_rate is 0.01, not 0.1" in text) for text in said] == [True]
 
 
 class Augmented:

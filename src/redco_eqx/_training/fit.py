@@ -181,7 +181,7 @@ def fit(
         watchdog.beat()
         if saver is not None:
             saver.check_metrics(row)
-            state, run = stack.enter_context(saver).resume(state, run, plan)
+            state, run = stack.enter_context(saver).resume(state, run, plan, optimizer)
         source = saver and saver.path
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(

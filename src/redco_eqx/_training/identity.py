@@ -99,8 +99,8 @@ def programs_of(
 
     def optimize(params: dict[str, Array], opt_state: Any) -> Any:
         loss = jnp.zeros(())
-        once = update(optimizer, params, opt_state, params, loss, lambda params: (loss, params))
-        return optimizer.init(params), once  # the initial state has the hyperparameters
+        # Without `optimizer.init`: a run that continues has its state, and with it the hyperparameters.
+        return update(optimizer, params, opt_state, params, loss, lambda params: (loss, params))
 
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), batch)
     arrays = state.params, state.frozen, state.model_state
