@@ -138,7 +138,8 @@ def apply_hook(hook: Hook, run: RunRecord, row: Mapping[str, float], state: Trai
     `ValueError` if it deletes arrays of the state.
     """
     # In dicts of its own: what the hook changes in them is not the run's.
-    stop = hook(run, dict(row), jax.tree.map(lambda x: x, state))
+    seen = dataclasses.replace(run, evaluations=tuple(dict(x) for x in run.evaluations))
+    stop = hook(seen, dict(row), jax.tree.map(lambda x: x, state))
     check_not_donated(state, "hook")
     if stop is not None and not isinstance(stop, bool | np.bool_):
         raise TypeError(
