@@ -1,5 +1,7 @@
 """The rows that `fit` logs, its history, and the loggers: JSON lines, the terminal."""
 
+import contextlib
+import errno
 import io
 import itertools
 import json
@@ -261,3 +263,124 @@ def test_what_fit_prints(capfd: pytest.CaptureFixture[str]) -> None:
     err = capfd.readouterr().err
     for words in ("train: 100%", "loss ", "5/5"):
         assert words in err
+
+
+# Consoles that go, and loggers that change what they get
+
+
+class Gone(io.StringIO):
+    """A stream that can be written a few times, and then raises for ever."""
+
+    def __init__(self, error: Exception, num_writes: int = 2, is_terminal: bool = True):
+        super().__init__()
+        self.error, self.num_left, self.is_terminal = error, num_writes, is_terminal
+
+    def write(self, text: str) -> int:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise self.error
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.num_left < 0:
+            raise self.error
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+GONE: dict[str, Any] = {
+    "EPIPE": lambda: Gone(BrokenPipeError(errno.EPIPE, "Broken pipe")),
+    "EIO": lambda: Gone(OSError(errno.EIO, "Input/output error")),
+    "ENOSPC": lambda: Gone(OSError(errno.ENOSPC, "No space left on device"), is_terminal=False),
+    "closed": lambda: Gone(ValueError("I/O operation on closed file."), num_writes=0),
+    "a closed file": lambda: closed_file(),
+    "None": lambda: None,
+}
+
+
+def closed_file() -> Any:
+    file = open(os.devnull, "w")  # noqa: SIM115
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("progress", [None, True, False])
+@pytest.mark.parametrize("kind", GONE)
+def test_a_console_that_goes_ends_no_training(
+    kind: str, progress: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", GONE[kind]())
+    state, history = fit_with_history(num_steps=4, log_every=1, loggers=[ConsoleLogger(progress=progress)])
+    assert int(state.step) == 4
+    assert len(history.rows) == 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GONE if kind != "None"])
+def test_a_stream_of_ones_own_may_go_too(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    logger = ConsoleLogger(GONE[kind]())
+    for step in range(4):
+        logger(step, {"loss": 1.0})
+    assert capfd.readouterr().err.count("the console can no longer be written, and says nothing more") == 1
+
+
+def test_a_pipe_whose_reader_has_ended(tmp_path: pathlib.Path) -> None:
+    """As in `python train.py 2>&1 | head -1`."""
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w", buffering=1)
+    os.close(reader)
+    assert int(fit(num_steps=2, log_every=1, loggers=[ConsoleLogger(stream)]).step) == 2
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+def test_characters_that_a_stream_cannot_encode_are_escaped() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    ConsoleLogger(stream)(1, {"genauigkeit_für_a": 1.0})
+    ConsoleLogger(stream).say("plain")
+    stream.seek(0)
+    assert [line.split()[-2:] for line in stream] == [["genauigkeit_f\\xfcr_a", "1"], ["plain"]]
+
+
+def test_another_standard_error_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = ConsoleLogger()
+    monkeypatch.setattr("sys.stderr", closed_file())
+    logger.say("one")
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    logger.say("two")
+    assert stream.getvalue() == "two\n"
+
+
+def test_a_logger_that_changes_its_row_changes_nothing_else(tmp_path: pathlib.Path) -> None:
+    def spoil(step: int, row: Any) -> None:
+        for name in list(row):
+            row[name] = -1e9
+        row["mine"] = 1.0
+
+    def run(directory: str, loggers: Any) -> Any:
+        checkpoints = rx.Checkpoints(tmp_path / directory, every_steps=50, keep_best={"eval/loss": "min"})
+        evaluation = rx.Evaluation(EXAMPLES, every_steps=3)
+        arguments: Any = {"log_every": 1, "evaluation": evaluation, "checkpoints": checkpoints}
+        _, history = fit_with_history(num_steps=12, loggers=loggers, **arguments)
+        return history, [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path / directory)]
+
+    rows = Rows()
+    assert run("spoilt", [spoil, rows, spoil]) == run("whole", [])
+    assert all("mine" not in row and -1e9 not in row.values() for _, row in rows.rows)
+
+
+def test_a_hook_that_changes_what_it_gets_changes_nothing_else(tmp_path: pathlib.Path) -> None:
+    def spoil(run: Any, row: Any, state: Any) -> None:
+        for numbers in (row, *run.evaluations):
+            for name in list(numbers):
+                numbers[name] = -1e9
+
+    def run(directory: str, hook: Any) -> Any:
+        checkpoints = rx.Checkpoints(tmp_path / directory, every_steps=50, keep_best={"eval/loss": "min"})
+        evaluation = rx.Evaluation(EXAMPLES, every_steps=3)
+        arguments: Any = {"log_every": 1, "evaluation": evaluation, "checkpoints": checkpoints}
+        _, history = fit_with_history(num_steps=12, hook=hook, **arguments)
+        return history, [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path / directory)]
+
+    assert run("spoilt", spoil) == run("whole", None)

@@ -278,9 +278,9 @@ class Checkpoints:
         checkpoint with the best value of each metric is also kept, and a save follows each evaluation that is
         better than all earlier ones.
     - `allow_changes`: true to let `fit` continue even if `batch_size`, the examples, or the initial key or
-        parameters of the run have changed. Otherwise `fit` refuses, because the run would not be the same. Also,
-        the hyperparameters that `optax.inject_hyperparams` keeps are then those of the state that `fit` gets,
-        not those of the checkpoint.
+        parameters of the run have changed. Otherwise `fit` refuses, because the run would not be the same. The
+        hyperparameters that `optax.inject_hyperparams` keeps are then those of the state that `fit` gets, not
+        those of the checkpoint.
 
     Raises `ValueError` for a value that cannot be used.
     """

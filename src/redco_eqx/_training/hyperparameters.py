@@ -44,9 +44,9 @@ def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> Non
     """Warn if the hyperparameters of the checkpoint `source`, which count, are not those of this call."""
     if changed := _changed(kept, other):
         warnings.warn(
-            f"fit: the optimizer keeps its hyperparameters in its state, so those of {os.fspath(source)} count, "
-            f"and not those of this call: {changed}. To continue with those of this call, pass the state of "
-            "init_state(model, optimizer) and Checkpoints(..., allow_changes=True).",
+            f"fit: the optimizer keeps its hyperparameters in its state, so those of {os.fspath(source)} "
+            f"count, and not those of this call: {changed}. To continue with those of this call, pass the state "
+            "of init_state(model, optimizer) and Checkpoints(..., allow_changes=True).",
             stacklevel=5,
         )
 
@@ -58,8 +58,8 @@ def replace_kept(restored: TrainState, given: Numbers, source: os.PathLike[str])
     if not changed:
         return restored
     warnings.warn(
-        f"fit: the run continues from {os.fspath(source)} with other hyperparameters, because allow_changes=True: "
-        f"{changed}.",
+        f"fit: the run continues from {os.fspath(source)} with other hyperparameters, because "
+        f"allow_changes=True: {changed}.",
         stacklevel=5,
     )
     arrays = to_arrays(restored.opt_state)

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -24,9 +24,56 @@ from redco_eqx._paths import local_path
 from redco_eqx._step.window import Window
 
 
+class _Console:
+    """A text stream that falls silent, where others fail, once it can no longer be written.
+
+    A pipe is closed, a terminal vanishes, a daemon has no standard error: none of these ends a training.
+    """
+
+    def __init__(self, stream: Any):
+        self._wrapped = stream  # the name that tqdm looks for, to compare streams
+        self._is_gone = False
+
+    def write(self, text: str) -> None:
+        try:
+            self._attempt("write", text)
+        except UnicodeEncodeError:
+            self._attempt("write", text.encode("ascii", "backslashreplace").decode())
+
+    def flush(self) -> None:
+        self._attempt("flush")
+
+    def isatty(self) -> bool:
+        return bool(self._attempt("isatty"))
+
+    def _attempt(self, method: str, *arguments: Any) -> Any:
+        if self._is_gone or not hasattr(self._wrapped, method):
+            return None
+        try:
+            return getattr(self._wrapped, method)(*arguments)
+        except UnicodeEncodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._is_gone = True
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                last_word = f"fit: the console can no longer be written, and says nothing more: {error!r}"
+                print(last_word, file=sys.__stderr__, flush=True)
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._wrapped == getattr(other, "_wrapped", other)
+
+    def __hash__(self) -> int:
+        return hash(self._wrapped)
+
+
 class ConsoleLogger:
     """Prints one line per row, with aligned columns. In `fit`, it also shows a progress bar, and prints
-    messages, such as the checkpoint from which a run continues.
+    messages, such as the checkpoint from which a run continues. If its stream can no longer be written (a pipe
+    that is closed, a terminal that is gone), it falls silent, and the training goes on.
 
     ```python
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=[rx.ConsoleLogger(progress=False)])
@@ -41,6 +88,7 @@ class ConsoleLogger:
         """
         self._stream = stream
         self.progress = progress
+        self._console = _Console(stream)
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         columns = [f"{name} {float(value):<10.4g}" for name, value in row.items()]
@@ -50,7 +98,10 @@ class ConsoleLogger:
         """Print a line, above the progress bar if there is one."""
         from tqdm import tqdm  # here and below: importing it takes a third as long as importing this package
 
-        tqdm.write(message, file=self._stream or sys.stderr)
+        stream = self._stream or sys.stderr
+        if self._console != stream:  # a program may replace `sys.stderr`
+            self._console = _Console(stream)
+        tqdm.write(message, file=cast(Any, self._console))
 
 
 class JSONLLogger:
@@ -127,8 +178,12 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
     """
     from tqdm import tqdm
 
-    where: Any = {"file": stream or sys.stderr, "dynamic_ncols": True}
-    return tqdm(desc="train", total=total, initial=initial, disable=None if show is None else not show, **where)
+    options: Any = {"desc": "train", "total": total, "initial": initial, "dynamic_ncols": True}
+    disable = None if show is None else not show
+    try:
+        return tqdm(**options, file=cast(Any, _Console(stream or sys.stderr)), disable=disable)
+    except (OSError, ValueError):  # tqdm itself flushes the standard streams, which may be closed
+        return tqdm(**options, disable=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,4 +317,4 @@ class Reporter:
     def row(self, step: int, row: Mapping[str, float]) -> None:
         """Pass a row to every logger."""
         for logger in self._loggers:
-            logger(step, row)
+            logger(step, dict(row))  # a copy of its own, which it may change
