@@ -384,3 +384,99 @@ def test_a_hook_that_changes_what_it_gets_changes_nothing_else(tmp_path: pathlib
         return history, [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path / directory)]
 
     assert run("spoilt", spoil) == run("whole", None)
+
+
+# Foreign content of logs
+
+
+def trained_to(tmp_path: pathlib.Path, num_steps: int) -> Any:
+    return fit_with_history(
+        num_steps=num_steps, log_every=1, checkpoints=rx.Checkpoints(tmp_path, every_steps=2)
+    )[1]
+
+
+def test_a_row_that_is_in_the_file_twice_is_once_in_the_history(tmp_path: pathlib.Path) -> None:
+    trained_to(tmp_path, 4)
+    file = tmp_path / "history.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines, lines[1], *lines]))
+    assert trained_to(tmp_path, 6) == trained_to(tmp_path / "whole", 6)
+
+
+FOREIGN = {
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "an object": b'{"step": {"a": 1}, "run": 3}',
+    "text": b"hello",
+    "no UTF-8": b"\xff\xfe",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_line_of_a_log_is_no_row(kind: str, tmp_path: pathlib.Path) -> None:
+    trained_to(tmp_path, 4)
+    with (tmp_path / "history.jsonl").open("ab") as file:
+        file.write(FOREIGN[kind] + b"\n")
+    assert trained_to(tmp_path, 6) == trained_to(tmp_path / "whole", 6)
+
+
+ROWS: list[dict[str, Any]] = [
+    {"step": "x"},
+    {"step": None},
+    {"step": True},
+    {"train/loss": "bad"},
+    {"train/loss": [1]},
+]
+
+
+@pytest.mark.parametrize("change", ROWS, ids=str)
+def test_a_foreign_row_with_the_id_of_the_run_is_none(change: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    trained_to(tmp_path, 4)
+    file = tmp_path / "history.jsonl"
+    row = json.loads(file.read_text().splitlines()[0])
+    with file.open("a") as opened:
+        opened.write(json.dumps({**row, **change}) + "\n")
+    assert trained_to(tmp_path, 6) == trained_to(tmp_path / "whole", 6)
+
+
+def test_a_history_that_is_a_directory_is_refused_first(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "history.jsonl").mkdir()
+    tiny.raised(ValueError, trained_to, tmp_path, 4, match="history.jsonl, but that is a directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
+    tiny.raised(
+        ValueError, JSONLLogger, tmp_path / "history.jsonl", match="JSONLLogger: path .* is a directory"
+    )
+
+
+def test_a_log_that_is_a_link_stays_one(tmp_path: pathlib.Path) -> None:
+    link = tmp_path / "log.jsonl"
+    link.symlink_to(tmp_path / "real.jsonl")
+    logger = JSONLLogger(link)
+    for step in (1, 2, 3):
+        logger(step, {"a": 1.0})
+    logger.rewind(2)
+    assert link.is_symlink()
+    assert [step for step, _ in tiny.read_log(tmp_path / "real.jsonl")] == [1, 2]
+
+
+def test_a_disk_that_takes_half_a_line_raises(tmp_path: pathlib.Path) -> None:
+    logger = JSONLLogger(tmp_path / "log.jsonl")
+    with tiny.full_disk(16):
+        tiny.raised(OSError, logger, 1, {"loss": 1.0})
+    logger(2, {"loss": 1.0})
+    *_, last = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(last)["step"] == 2
+
+
+def test_a_disk_that_is_full_leaves_the_log_as_it_was(tmp_path: pathlib.Path) -> None:
+    logger = JSONLLogger(tmp_path / "log.jsonl")
+    for step in (1, 2, 3):
+        logger(step, {"a": 1.0})
+    before = (tmp_path / "log.jsonl").read_bytes()
+    with tiny.full_disk(16):
+        tiny.raised(OSError, logger.rewind, 2)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+    assert os.listdir(tmp_path) == ["log.jsonl"]

@@ -10,8 +10,9 @@ import pathlib
 import platform
 import re
 import warnings
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from redco_eqx._base.tree import describe
 from redco_eqx._checkpoint.runs import (
@@ -157,21 +158,108 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: its record.json cannot be read ({error!r})") from error
     try:
-        number, run = content.pop("format"), from_json(content.pop("run"))
-        if number != FORMAT:
-            raise ValueError(f"its format is {number}, but this version reads {FORMAT}")
-        if run is not None:
-            positions = run.get("positions") and tuple(map(tuple, run["positions"]))
-            run = RunRecord(**{**run, "evaluations": tuple(run["evaluations"]), "positions": positions})
-        of_arrays = content["arrays"].items()
-        content["arrays"] = {x: ArrayInfo(**{**info, "shape": tuple(info["shape"])}) for x, info in of_arrays}
-        content["metrics"] = from_json(content["metrics"])
-        return CheckpointInfo(path=path, run=run, **content)
+        return _decode(path, content)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
+        written_by = content.get("versions") if isinstance(content, dict) else None
         raise CheckpointFormatError(
-            f"{path} was written by another version of redco_eqx ({content.get('versions')}): {error}. It is "
-            "unchanged. Read it with that version, or pass another directory"
+            f"{path} was written by another version of redco_eqx ({written_by}): {error}. It is unchanged. "
+            "Read it with that version, or pass another directory"
         ) from error
+
+
+def _decode(path: pathlib.Path, content: Any) -> CheckpointInfo:
+    """Invert `encode`. Raises `TypeError`, `ValueError`, `KeyError` or `AttributeError` if the content has
+    another form."""
+    number = content.pop("format")
+    if number != FORMAT:
+        raise ValueError(f"its format is {number}, but this version reads {FORMAT}")
+    run = from_json(content.pop("run"))
+    metrics = from_json(content.pop("metrics"))
+    arrays = {
+        name: ArrayInfo(**{**x, "shape": _to_tuple(x["shape"])}) for name, x in content.pop("arrays").items()
+    }
+    if run is not None:
+        positions = run.get("positions")
+        if positions is not None:
+            positions = tuple(map(_to_tuple, _to_tuple(positions)))
+        run = RunRecord(**{**run, "evaluations": _to_tuple(run["evaluations"]), "positions": positions})
+        _check_kinds("run", vars(run), _OF_RUN)
+    for name, x in arrays.items():
+        _check_kinds(f"arrays[{name!r}]", vars(x), _OF_ARRAY)
+    info = CheckpointInfo(path=path, run=run, metrics=metrics, arrays=arrays, **content)
+    _check_kinds("record", vars(info), _OF_RECORD)
+    return info
+
+
+def _to_tuple(x: object) -> tuple[Any, ...]:
+    if not isinstance(x, list):
+        raise TypeError(f"{repr(x)[:80]} must be a list")
+    return tuple(x)
+
+
+# The kinds of the fields of a record. A field of another kind is refused, because it would raise an error of
+# its own later, or count for something else.
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def _is_row(x: object) -> bool:
+    return isinstance(x, dict) and all(type(number) in (int, float) for number in x.values())
+
+
+def _is_text_or_none(x: object) -> bool:
+    return x is None or isinstance(x, str)
+
+
+_Kinds: TypeAlias = Mapping[str, tuple[str, Callable[[Any], bool]]]
+"""For each field, the expected kind in words, and the check."""
+
+_COUNT = ("a number from 0", _is_count)
+_BOOL = ("true or false", lambda x: isinstance(x, bool))
+_TEXT_OR_NONE = ("text or null", _is_text_or_none)
+_DICT = ("an object", lambda x: isinstance(x, dict))
+
+_OF_RECORD: _Kinds = {
+    "step": _COUNT,
+    "metrics": ("numbers by name", _is_row),
+    "extras": _DICT,
+    "versions": _DICT,
+}
+_OF_ARRAY: _Kinds = {
+    "dtype": ("text", lambda x: isinstance(x, str)),
+    "shape": ("a list of sizes", lambda x: all(map(_is_count, x))),
+    "checksum": ("text", lambda x: isinstance(x, str)),
+    "key_impl": _TEXT_OR_NONE,
+}
+_OF_RUN: _Kinds = {
+    **dict.fromkeys(("begin", "num_steps", "epoch", "batch", "num_rows"), _COUNT),
+    "batch_size": ("a number from 1", lambda x: _is_count(x) and x > 0),
+    "num_examples": ("a number from 0, or null", lambda x: x is None or _is_count(x)),
+    **dict.fromkeys(("finished", "stopped"), _BOOL),
+    "evaluations": (
+        "a list of rows with their steps",
+        lambda x: all(_is_row(row) and _is_count(row.get("step")) for row in x),
+    ),
+    "window": ("an object or null", lambda x: x is None or isinstance(x, dict)),
+    **dict.fromkeys(("order", "id"), _TEXT_OR_NONE),
+    "positions": (
+        "a list of shards, or null",
+        lambda x: (
+            x is None or (len(x) > 0 and all(len(shard) > 1 and all(map(_is_count, shard[:2])) for shard in x))
+        ),
+    ),
+    "identity": _DICT,
+}
+
+
+def _check_kinds(where: str, fields: Mapping[str, Any], kinds: _Kinds) -> None:
+    """Raise `ValueError` for the first field of another kind."""
+    for name, (expected, is_of_kind) in kinds.items():
+        value = fields[name]
+        if not is_of_kind(value):
+            raise ValueError(f"{where}: {name} is {repr(value)[:80]}, but must be {expected}")
 
 
 # One failed read is no damage. Too many open files, a stale mount or a missing permission say nothing about the

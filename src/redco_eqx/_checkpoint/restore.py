@@ -195,13 +195,16 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
     All processes must call it. Raises `DamagedError` if the checkpoint is damaged, and `CheckpointError` if it
     cannot be read.
     """
-    own, targets, empty = to_names(like), {}, {}
+    own = to_names(like)
+    targets: dict[str, jax.ShapeDtypeStruct] = {}
+    empty: dict[str, jax.ShapeDtypeStruct] = {}
     for name, stored in names.items():
         x = own[name]
         data = jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
         sharding = getattr(x, "sharding", None) or _on_one_device()
         target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
         (targets if target.size > 0 else empty)[stored] = target
+        _check_key(info, stored, target, x)
     arrays = load_alike(lambda: _read_arrays(info.path, targets))
     checksums, _ = digests(arrays)
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
@@ -216,6 +219,24 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
         x, impl = arrays[stored], info.arrays[stored].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
+
+
+def _check_key(info: CheckpointInfo, stored: str, data: jax.ShapeDtypeStruct, like: AnyArray) -> None:
+    """Raise `CheckpointFormatError` if the numbers of an array would not become keys like those of `like`."""
+    impl = info.arrays[stored].key_impl
+    found = data.dtype
+    problem = ""
+    if impl is not None:
+        try:
+            found = jax.eval_shape(lambda numbers: jax.random.wrap_key_data(numbers, impl=impl), data).dtype
+        except (ValueError, TypeError) as error:
+            problem = f" ({error})"
+    if found != like.dtype or problem:
+        raise CheckpointFormatError(
+            f"{info.path} has {stored} as {info.arrays[stored]} of the kind {impl!r}, which does not make "
+            f"{like.dtype}{problem}. It is unchanged. Register that kind of key, or read it with the version "
+            f"that wrote it: {info.versions}"
+        )
 
 
 def read_back(written: CheckpointInfo) -> None:

@@ -45,8 +45,8 @@ def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> Non
     if changed := _changed(kept, other):
         warnings.warn(
             f"fit: the optimizer keeps its hyperparameters in its state, so those of {os.fspath(source)} "
-            f"count, and not those of this call: {changed}. To continue with those of this call, pass the state "
-            "of init_state(model, optimizer) and Checkpoints(..., allow_changes=True).",
+            f"count, and not those of this call: {changed}. To continue with those of this call, pass the "
+            "state of init_state(model, optimizer) and Checkpoints(..., allow_changes=True).",
             stacklevel=5,
         )
 

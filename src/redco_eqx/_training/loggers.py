@@ -123,9 +123,10 @@ class JSONLLogger:
     def __init__(self, path: str | os.PathLike[str]):
         """**Arguments:** `path`: the file; the first row creates it and its directories. `~` is expanded.
 
-        Raises `ValueError` for the address of a bucket.
+        Raises `ValueError` for the address of a bucket, and for a directory.
         """
         self._path = local_path("JSONLLogger: path", path)
+        check_is_file("JSONLLogger: path", self._path)
         self._run: str | None = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
@@ -138,37 +139,70 @@ class JSONLLogger:
             if file.tell() > 0:  # a crash of the machine can leave half a line
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else "\n" + line
-            file.write((line + "\n").encode())
+            left = (line + "\n").encode()
+            while left:  # a disk that becomes full takes a part, and raises at the next one
+                left = left[file.write(left) :]
 
     def set_run(self, run: str | None) -> None:
         """Mark later rows as those of a run, or of none."""
         self._run = run
 
     def rewind(self, step: int) -> list[Row]:
-        """Drop the run's rows after `step`, and any incomplete line, so that the run can continue from there.
-        Rows of other runs stay.
+        """Drop the run's rows after `step`, and any line that is no JSON, so that the run can continue from
+        there. Rows of other runs stay, and so do lines of JSON that are no rows.
 
         Return the remaining rows of the run, as the logger received them, with `step` first.
         """
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         kept, rows = [], []
         for line in lines:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                is_ours = isinstance(row, dict) and row.get("run") == self._run
-                if line.endswith(b"\n") and not (is_ours and row.get("step", step) > step):
-                    kept.append(line)
-                    rows += [row] if is_ours else []
+            try:
+                found = json.loads(line)
+            except RecursionError:  # of another program
+                kept.append(line)
+                continue
+            except ValueError:  # half a line
+                continue
+            row = self._row_in(found)
+            if line.endswith(b"\n") and not (row and row["step"] > step):
+                kept.append(line)
+                rows += [row] if row else []
         if kept != lines:
             write_whole(self._path, b"".join(kept))
-        return [{name: from_json(x) for name, x in row.items() if name not in ("time", "run")} for row in rows]
+        return rows
+
+    def _row_in(self, found: Any) -> dict[str, Any] | None:
+        """Return a row of the run; `None` for anything else."""
+        if not isinstance(found, dict) or found.get("run") != self._run:
+            return None
+        row = {name: from_json(x) for name, x in found.items() if name not in ("time", "run")}
+        is_row = type(row.get("step")) is int and all(type(x) in (int, float) for x in row.values())
+        return row if is_row else None
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Write a file so that a kill leaves either the file as it was before or the whole new one."""
+    path = path.resolve()  # replace the file, not a link to it
     partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+HISTORY = "history.jsonl"
+"""The name of the file, beside the checkpoints, with the rows of all runs in the directory."""
+
+
+def check_is_file(argument: str, path: pathlib.Path) -> None:
+    """Raise `ValueError` unless a path is that of a file, or of one that can be made."""
+    if path.is_dir():
+        raise ValueError(
+            f"{argument} is the file {path}, but that is a directory. Rename it, or pass another path."
+        )
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
@@ -260,7 +294,7 @@ class Reporter:
         self.metrics: dict[str, float] = {}
         self.rows: list[Row] = []
         # The file has the rows of all runs in the directory, each marked with the id of its run.
-        path = directory and directory / "history.jsonl"
+        path = directory and directory / HISTORY
         self._file = file = path and JSONLLogger(path)
         for logger in [*self._loggers, file]:
             if hasattr(logger, "set_run"):
@@ -269,7 +303,10 @@ class Reporter:
             for logger in self._loggers:
                 if hasattr(logger, "rewind"):
                     logger.rewind(run.logged_until)
-            self.rows = rows = from_first(lambda: file.rewind(run.logged_until) if file else [])
+            found = from_first(lambda: file.rewind(run.logged_until) if file else [])
+            # A copy of the file, or two programs, can leave a row twice. The last one counts.
+            by_step = {row["step"]: row for row in found}
+            self.rows = rows = [by_step[step] for step in sorted(by_step)]
             if len(rows) < run.num_rows:
                 lack = f"{len(rows)} of the {run.num_rows} rows of the run are left in {path}"
                 warnings.warn(f"fit: {lack}, so the history lacks the others.", stacklevel=3)

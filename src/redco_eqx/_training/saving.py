@@ -13,12 +13,15 @@ from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
 from redco_eqx._checkpoint.restore import first_good, load_alike, read, select
-from redco_eqx._checkpoint.runs import CheckpointError, DamagedError, Row, RunRecord
+from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, DamagedError, Row, RunRecord
+from redco_eqx._data.data import Position
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._step.window import Window
 from redco_eqx._training.course import Plan, TrainingInterrupted
 from redco_eqx._training.hyperparameters import given_by, kept_in, replace_kept, warn_of_kept
 from redco_eqx._training.identity import compare_states, what_differs
+from redco_eqx._training.loggers import HISTORY, check_is_file
 
 
 class Saver:
@@ -31,6 +34,7 @@ class Saver:
         """Raise `TypeError` or `ValueError` for an argument that is not a directory."""
         self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         self.directory = local(self.config.directory)
+        check_is_file("fit: the history of the run", self.directory / HISTORY)
         self._saved: tuple[int, int, bool] | None = None
         self.path: pathlib.Path | None = None
 
@@ -78,6 +82,7 @@ class Saver:
             info = load_alike(lambda: read_record(path))
             chosen, before = select(info, like), info.run
             assert before is not None
+            _check_form(info.path, before)
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
             plan.check_length(before, info.path)
             jax.tree.map(lambda x: x.delete(), state)
@@ -212,6 +217,22 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
             "one of its checkpoints. To begin a new run, pass another directory. To continue anyway, pass "
             "Checkpoints(..., allow_changes=True)."
         )
+
+
+def _check_form(path: pathlib.Path, run: RunRecord) -> None:
+    """Raise `CheckpointFormatError` if a run's own parts do not have the form that this version writes."""
+    try:
+        if run.window is not None:
+            Window.from_json(run.window)
+        what_differs(run.identity, run.identity)
+        for shard in run.positions or ():
+            Position(*shard)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointFormatError(
+            f"{path} was written by another version of redco_eqx: the record of its run gives "
+            f"{type(error).__name__}: {error}. It is unchanged. Read it with that version, or pass another "
+            "directory"
+        ) from error
 
 
 def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
