@@ -23,7 +23,7 @@ def injected(rate: Any, **options: Any) -> optax.GradientTransformation:
     return optax.inject_hyperparams(optax.sgd)(rate, **options)
 
 
-def by_bias(rate: float) -> dict[str, Any]:
+def by_bias(rate: float) -> dict[Any, Any]:
     return {"bias": injected(rate), "weight": optax.inject_hyperparams(optax.sgd)(0.5)}
 
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[float], optax.GradientTransformation], str
         "1.hyperparams.learning_rate is 0.05, not 0.01",
     ),
     "masked": (
-        lambda rate: optax.masked(injected(rate), lambda params: dict.fromkeys(params, True)),
+        lambda rate: optax.masked(injected(rate), lambda params: dict.fromkeys(label(params), True)),
         "inner_state.hyperparams.learning_rate is 0.05, not 0.01",
     ),
     "partitioned": (

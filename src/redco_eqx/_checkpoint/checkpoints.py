@@ -129,8 +129,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         newest = self._in_flight
         with self._naming(newest and newest.path):
             self._checkpointer.check_for_errors()
-        is_due = newest is not None and jax.process_index() == 0 and not self._is_read_back
-        if is_due and newest.path.is_dir():  # it has its name when it is complete
+        if newest is None or jax.process_index() > 0:
+            return
+        if not self._is_read_back and newest.path.is_dir():  # it has its name when it is complete
             self._read_back(newest)
 
     def close(self) -> None:
