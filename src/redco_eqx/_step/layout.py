@@ -53,7 +53,6 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
             "mesh) of the same model."
         )
     mesh = mesh_in(found)
-    check_on_mesh(mesh, state)
     for path, sharding in found.items():
         if mesh is not None and sharding.mesh != mesh:
             raise ValueError(
@@ -66,6 +65,7 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
                 f"shardings: {sharding.spec} does not fit {path}, {describe(arrays[path])}: {problem} Pass "
                 "shard_rules(model, mesh) of the same model."
             )
+    check_on_mesh(mesh, state)  # last: those of another model are the likelier mistake
     return found
 
 
