@@ -248,7 +248,8 @@ def read_back(written: CheckpointInfo) -> None:
     target = jax.ShapeDtypeStruct((), jnp.int32, sharding=_on_one_device())
     try:
         record = read_record(written.path)
-        step = int(_read_arrays(written.path, {"step": target})["step"])
+        arrays = _read_arrays(written.path, {"step": target})
+        step = int(jax.device_get(arrays["step"]))
     except (CheckpointError, CheckpointFormatError) as error:
         raise CheckpointError(f"{written.path} was written, but cannot be read back: {error}") from error
     if (record.arrays, step) != (written.arrays, written.step):
