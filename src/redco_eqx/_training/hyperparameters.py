@@ -20,13 +20,13 @@ Numbers: TypeAlias = dict[str, np.ndarray]
 
 def kept_in(opt_state: PyTree) -> Numbers:
     """Return the hyperparameters that the state of an optimizer keeps, and that its updates use."""
-    return {path: np.asarray(x) for path, x in _kept(opt_state, "").items()}
+    return jax.device_get(_kept(opt_state, ""))
 
 
 def given_by(optimizer: optax.GradientTransformation, state: TrainState) -> Numbers:
     """Return the hyperparameters with which an optimizer begins. Its moments are not computed."""
     begun = jax.jit(lambda params: _kept(optimizer.init(params), ""))(state.params)
-    return {path: np.asarray(x) for path, x in begun.items()}
+    return jax.device_get(begun)
 
 
 def _kept(node: PyTree, path: str) -> dict[str, Any]:
