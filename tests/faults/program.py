@@ -23,6 +23,9 @@ DEFAULTS: dict[str, Any] = {
     "port": None,  # of process 0, for two processes of 4 devices
     "process": 0,
     "signal": None,  # sent to itself
+    "again_after": None,  # seconds until the same signal is sent a second time
+    "hangs": False,  # after the signal, the call does not return
+    "prefetch": 0,
     "where": "training",  # or "compilation", "evaluation", "prediction"
     "at": 7,  # at which call of that
     "seconds_per_batch": 0.0,
@@ -52,6 +55,11 @@ def main(options: dict[str, Any]) -> None:
         num_calls[where] += 1
         if options["signal"] is not None and (where, num_calls[where]) == (options["where"], options["at"]):
             os.kill(os.getpid(), options["signal"])
+            if options["again_after"] is not None:
+                time.sleep(options["again_after"])
+                os.kill(os.getpid(), options["signal"])
+            if options["hangs"]:
+                time.sleep(3600)
 
     def train_collate(examples: Any) -> Any:
         time.sleep(options["seconds_per_batch"])
@@ -81,7 +89,9 @@ def main(options: dict[str, Any]) -> None:
     arguments["loggers"] = [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
     code, state = 0, mlp_state(functions["optimizer"], rx.make_mesh(**options["mesh"]))
     try:
-        state = fit(state, examples, prefetch=0, batch_size=8, log_every=1, **functions, **arguments)
+        state = fit(
+            state, examples, prefetch=options["prefetch"], batch_size=8, log_every=1, **functions, **arguments
+        )
     except rx.errors.TrainingInterrupted as error:
         code, state = error.code, error.state
     print(json.dumps({"step": int(state.step), "digest": digest_of(state), "calls": num_calls}), flush=True)

@@ -79,9 +79,9 @@ def newest(directory: pathlib.Path) -> int:
 # Faults: each yields once for a try that survives
 
 
-def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
+def kills(base: pathlib.Path, tries: int, name: str = "killed") -> Iterator[str]:
     """kill -9 at random instants of a run that saves at every step."""
-    directory, log = base / "killed", base / "killed.jsonl"
+    directory, log = base / name, base / "killed.jsonl"
     draw = random.Random(0)
     num_between = 0
     like = mlp_state(ADAM)
@@ -225,6 +225,34 @@ def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
         yield ""
 
 
+def signals_again(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """The same signal twice, as from srun and the batch script: one request, which is saved."""
+    options: Any = {"num_steps": 24, "every_steps": 7}
+    (expected,) = finish(start(directory=base / "whole", **options))
+    for index in range(tries):
+        directory, number = base / str(index), (signal.SIGTERM, signal.SIGINT)[index % 2]
+        fault = {"signal": number, "at": 9 + index, "again_after": (0.01, 0.2, 1.0)[index % 3]}
+        (cut,) = finish(start(directory=directory, **fault, **options), code=128 + number)
+        assert newest(directory) == cut["step"] < 24, f"not saved at {cut['step']}"
+        (ended,) = finish(start(directory=directory, **options))
+        assert ended["digest"] == expected["digest"], "the trajectory differs"
+        yield ""
+
+
+def hanging_reader(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """A signal while `collate_fn` hangs, in the main thread or in another: saved, and ended in seconds."""
+    options: Any = {"num_steps": 24, "every_steps": 7}
+    (expected,) = finish(start(directory=base / "whole", **options))
+    for index in range(tries):
+        directory, number = base / str(index), (signal.SIGTERM, signal.SIGINT)[index // 2 % 2]
+        fault = {"signal": number, "at": 9, "hangs": True, "prefetch": 2 * (index % 2)}
+        (cut,) = finish(start(directory=directory, **fault, **options), code=128 + number)
+        assert newest(directory) == cut["step"] > 0, f"not saved at {cut['step']}"
+        (ended,) = finish(start(directory=directory, **options))
+        assert ended["digest"] == expected["digest"], "the trajectory differs"
+        yield ""
+
+
 def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
     """Saved on any mesh, of one process or two, and restored on any other: bit-equal."""
     num_tries = 0
@@ -250,11 +278,14 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
 # name: (fault, tries in full, tries if reduced)
 FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
     "kill -9 at a random instant": (kills, 50, 3),
+    "the same, in a directory betas=[0.9,*]": (functools.partial(kills, name="betas=[0.9,*]"), 8, 1),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
     "a file cut in half": (damage(lambda path: os.truncate(path, path.stat().st_size // 2)), 99, 4),
     "a full disk": (broken_disk(without_room), 10, 1),
     "a disk turned read-only": (broken_disk(read_only), 4, 1),
     "SIGTERM or SIGINT, each phase": (signals, 8, 2),
+    "SIGTERM or SIGINT twice": (signals_again, 6, 1),
+    "a signal while the reader hangs": (hanging_reader, 4, 2),
     "a different mesh or number of processes": (layouts, 999, 14),
 }
 
@@ -265,7 +296,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=999, help="at most so many of each")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     arguments = parser.parse_args()
-    print(f"{'fault':<38}{'tries':>6}{'survived':>10}{'lost':>6}{'seconds':>9}", flush=True)
+    print(f"{'fault':<42}{'tries':>6}{'survived':>10}{'lost':>6}{'seconds':>9}", flush=True)
     num_lost = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # When a save fails, the threads of Orbax and TensorStore print a page of what they also raise.
@@ -286,7 +317,7 @@ def main() -> None:
                 lost = 1
                 note = f"{type(error).__name__}: {error}"
         num_lost += lost
-        line = f"{name:<38}{survived + lost:>6}{survived:>10}{lost:>6}{time.monotonic() - began:>9.0f}  {note}"
+        line = f"{name:<42}{survived + lost:>6}{survived:>10}{lost:>6}{time.monotonic() - began:>9.0f}  {note}"
         print(line.rstrip(), flush=True)
     sys.exit(1 if num_lost else 0)
 
