@@ -8,6 +8,7 @@ import pathlib
 import re
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -212,13 +213,9 @@ def test_strangers_are_ignored_and_a_restarted_process_is_taken():
     port = harness.free_port()
 
     def connect(text):
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                connection = socket.create_connection(("127.0.0.1", port))
-                connection.sendall(text)
-                return connection
-        raise AssertionError("process 0 does not listen")
+        connection = connect_to(port)
+        connection.sendall(text)
+        return connection
 
     def member(process):
         return framed(Member(process, 3, f"name {process}", socket.gethostname(), "10.0.0.1"))
@@ -233,6 +230,65 @@ def test_strangers_are_ignored_and_a_restarted_process_is_taken():
         for connection in waiting:
             assert connection.recv(10_000) == framed({"names": names})
             connection.close()
+
+
+def drip(connected, stop, text=b"\x00\x00\x0f\xff" + b"{" * 4000):
+    """Send a byte now and then, until the other side has enough."""
+    with contextlib.suppress(OSError):
+        for i in range(len(text)):
+            connected.sendall(text[i : i + 1])
+            if stop.wait(0.2):
+                return
+
+
+@pytest.mark.parametrize("kind", ["drips", "is silent"])
+def test_a_port_whose_program_never_completes_its_answer(kind):
+    """The limit is for all of the answer: a byte that arrives gives no more time."""
+    stop, begin = threading.Event(), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        joined = thread.submit(rendezvous, Launch(address, 2, 1, None), 1.0)
+        connected, _ = server.accept()
+        with connected:
+            if kind == "drips":
+                threading.Thread(target=drip, args=(connected, stop), daemon=True).start()
+            raised(TimeoutError, lambda: joined.result(30), match=f"at {address}.* no other program uses it")
+            stop.set()
+    assert time.monotonic() - begin < 1 + 2 + 3  # for process 0, which may be late, and for a slow machine
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_strangers_at_the_port_of_process_0_keep_nobody_waiting(is_complete):
+    """Some are silent, and some send a byte now and then."""
+    port, stop, begin = harness.free_port(), threading.Event(), time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
+        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 2, 0, None), 4.0)
+        for i in range(8):
+            stranger = stack.enter_context(connect_to(port))
+            if i % 2:
+                threading.Thread(target=drip, args=(stranger, stop), daemon=True).start()
+        if is_complete:
+            member = Member(1, 2, "name 1", socket.gethostname(), "10.0.0.1")
+            process = stack.enter_context(connect_to(port))
+            process.sendall(framed(member)[:9])
+            time.sleep(0.1)  # a slow network
+            process.sendall(framed(member)[9:])
+            names, _ = gathered.result(30)
+            assert names[1] == "name 1"
+            assert time.monotonic() - begin < 3
+        else:
+            raised(TimeoutError, lambda: gathered.result(30), match="1 of 2 processes did not reach")
+            assert time.monotonic() - begin < 4 + 3
+        stop.set()
+
+
+def connect_to(port):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port))
+        time.sleep(0.05)
+    raise AssertionError("process 0 does not listen")
 
 
 def test_names_of_hosts_that_others_cannot_reach():

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,9 @@ from redco_eqx._distributed.cluster import Launch, find_launch
 from redco_eqx._distributed.process_group import ProcessGroup
 
 _ANSWER_SECONDS = 5
+_LATE_SECONDS = 2  # for the answer of a process 0 that has waited as long as it may
+_MAX_INTRODUCTION, _MAX_NAMES = 1 << 12, 1 << 24  # bytes
+_HEADER = struct.Struct("!i")
 
 
 def initialize_distributed(
@@ -176,42 +179,69 @@ def _gather(
         problem = f"{error.strerror}. Use another port for coordinator_address, or end the run that uses it."
         raise OSError(error.errno, f"initialize_distributed: {problem}") from error
     end = time.monotonic() + timeout_seconds
-    with server:
+    introductions: dict[socket.socket, _Message] = {}
+    with server, contextlib.ExitStack() as strangers:
         while absent := [str(process) for process in range(launch.num_processes) if process not in members]:
-            left = end - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > end:
                 raise TimeoutError(
                     f"initialize_distributed: in {timeout_seconds:g} s {len(absent)} of {launch.num_processes} "
                     f"processes did not reach process 0, among them {', '.join(absent[:20])}. Check that they "
                     f"start with coordinator_address={launch.coordinator_address!r}, and can reach it."
                 )
-            server.settimeout(left)
-            try:
-                connection = _connection(server.accept()[0])
-                member = Member(*json.loads(connection.recv_bytes(1 << 12)))
-            except (OSError, EOFError, ValueError, TypeError):  # no process, or a scan for open ports
-                continue
-            process = member.process_id
-            if member.num_processes != launch.num_processes:
-                problem = f"{member.name} has num_processes={member.num_processes}, not {launch.num_processes}"
-            elif process in members and (process == 0 or not connections[process].poll()):  # it has not ended
-                problem = f"process_id={process} was given twice, to {members[process].name} and {member.name}"
-            else:
-                members[process], connections[process] = member, connection
-                continue
-            connections[-1] = connection
-            raise ValueError(f"initialize_distributed: {problem}.")
+            # Read from all at once: a stranger that is silent or slow must not keep a process waiting.
+            for ready in wait([server, *introductions], max(0.0, end - time.monotonic())):
+                if ready is server:
+                    with contextlib.suppress(OSError):  # it has gone already
+                        connected = strangers.enter_context(server.accept()[0])
+                        connected.settimeout(_ANSWER_SECONDS)
+                        introductions[connected] = _Message(connected, _MAX_INTRODUCTION)
+                    continue
+                connected: Any = ready
+                try:
+                    text = introductions[connected].receive()
+                    member = None if text is None else Member(*json.loads(text))
+                except (OSError, EOFError, ValueError, TypeError):  # no process, or a scan for open ports
+                    introductions.pop(connected)
+                    connected.close()
+                    continue
+                if member is not None:
+                    introductions.pop(connected)
+                    _admit(launch, member, _connection(connected), members, connections)
+
+
+def _admit(
+    launch: Launch,
+    member: Member,
+    connection: Connection,
+    members: dict[int, Member],
+    connections: dict[int, Connection],
+) -> None:
+    """Add one process as `_gather` does. Raises `ValueError` if it does not fit to the others."""
+    process = member.process_id
+    if member.num_processes != launch.num_processes:
+        problem = f"{member.name} has num_processes={member.num_processes}, not {launch.num_processes}"
+    elif process in members and (process == 0 or not connections[process].poll()):  # it has not ended
+        problem = f"process_id={process} was given twice, to {members[process].name} and {member.name}"
+    else:
+        members[process], connections[process] = member, connection
+        return
+    connections[-1] = connection
+    raise ValueError(f"initialize_distributed: {problem}.")
 
 
 def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:
     try:
-        connection = _connect(launch.place, timeout_seconds)
-        connection.send_bytes(json.dumps(me).encode())
+        connected = _connect(launch.place, timeout_seconds)
         # Process 0 may have begun to wait later, and knows which processes are missing.
-        connection.poll(timeout_seconds)
-        answer = json.loads(connection.recv_bytes())
-        if "names" in answer:
-            return answer["names"], {0: connection}
+        end = time.monotonic() + timeout_seconds + _LATE_SECONDS
+        try:
+            connected.settimeout(_ANSWER_SECONDS)  # for all of the message
+            connected.sendall(_framed(me))
+            answer = json.loads(_Message(connected, _MAX_NAMES).receive_until(end))
+            if "names" in answer:
+                return answer["names"], {0: _connection(connected)}
+        finally:
+            connected.close()  # does nothing to a connection, which has taken over the descriptor
         problem = answer["problem"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise TimeoutError(
@@ -222,16 +252,66 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
     raise RuntimeError(f"on process 0: {problem}")
 
 
-def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
+def _connect(place: tuple[str, int], timeout_seconds: float) -> socket.socket:
     """Connect to process 0 as soon as it listens."""
     end = time.monotonic() + timeout_seconds
     while True:
+        left = max(0.1, end - time.monotonic())
         try:
-            return _connection(socket.create_connection(place, timeout=_ANSWER_SECONDS))
+            return socket.create_connection(place, timeout=min(_ANSWER_SECONDS, left))
         except OSError:
             if time.monotonic() > end:
                 raise
-        time.sleep(0.25)
+        time.sleep(min(0.25, left))
+
+
+class _Message:
+    """A message that arrives in pieces, in the format of `multiprocessing.connection`: its length in four
+    bytes, and its text.
+
+    `Connection.recv_bytes` has no limit of time: each byte that arrives restarts the limit of the socket.
+    """
+
+    def __init__(self, connected: socket.socket, max_bytes: int):
+        self._connected, self._max_bytes = connected, max_bytes
+        self._received = bytearray()
+
+    def receive(self) -> bytes | None:
+        """Take bytes that have arrived. Return the text when it is complete, and `None` before.
+
+        Raises `ValueError` for another format, and `EOFError` if the other side has closed the connection.
+        """
+        lacking = _HEADER.size - len(self._received)
+        if lacking <= 0:
+            lacking = self._length + _HEADER.size - len(self._received)
+        piece = self._connected.recv(lacking)
+        if not piece:
+            raise EOFError("the connection was closed")
+        self._received += piece
+        if len(self._received) < _HEADER.size or len(self._received) < self._length + _HEADER.size:
+            return None
+        return bytes(self._received[_HEADER.size :])
+
+    def receive_until(self, end: float) -> bytes:
+        """Wait for the text. Raises as `receive` does, and `TimeoutError` if it is not complete at `end`."""
+        while (left := end - time.monotonic()) > 0:
+            self._connected.settimeout(left)
+            text = self.receive()
+            if text is not None:
+                return text
+        raise TimeoutError("its message was not complete in time")
+
+    @property
+    def _length(self) -> int:
+        (length,) = _HEADER.unpack_from(self._received)
+        if not 0 < length <= self._max_bytes:
+            raise ValueError(f"a message of {length} bytes")
+        return length
+
+
+def _framed(message: object) -> bytes:
+    text = json.dumps(message).encode()
+    return _HEADER.pack(len(text)) + text
 
 
 def _connection(connected: socket.socket) -> Connection:
