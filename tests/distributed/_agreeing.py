@@ -18,7 +18,7 @@ import jax
 import redco_eqx as rx
 from redco_eqx._distributed.cluster import coordination_client
 from redco_eqx._distributed.consensus import _NUM_KEPT, Vote, agree, from_all, from_first, together
-from redco_eqx._distributed.process_group import process_names
+from redco_eqx._distributed.process_group import end_process, process_names  # noqa: F401  a fault uses it
 
 
 class Slow(io.RawIOBase):

@@ -80,12 +80,22 @@ def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
 PROGRAM = pathlib.Path(__file__).with_name("_agreeing.py")
 
 
+# One child ends as a process of the run would, and one lives on with all that it has from its parent.
+WITH_CHILDREN = """
+os.fork() or end_process("of a child")
+time.sleep(1)
+os.fork() or time.sleep(40) or os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.parametrize(
     ("fault", "odd", "number", "code", "message"),
     [
         ("raise KeyError('no such column')", 0, 4, 1, "failed: KeyError: 'no such column'"),
         ("raise KeyError('no such column')", 1, 3, 1, "failed: KeyError: 'no such column'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, 3, -9, "is lost: "),
+        (WITH_CHILDREN, 1, 3, -9, "is lost: "),
     ],
 )
 def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(tmp_path, fault, odd, number, code, message):

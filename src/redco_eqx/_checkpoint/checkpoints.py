@@ -40,6 +40,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def __init__(self, config: "Checkpoints"):
         self._config, self._directory = config, local(config.directory)
+        self._pid = os.getpid()
         self._ocp = orbax_checkpoint()
         # Imported here, because it imports Orbax, which takes a second.
         from redco_eqx._checkpoint import handlers
@@ -84,6 +85,11 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             read back. Earlier checkpoints are not affected.
         """
         check_is_state(state, "save: state")
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"save: {self._directory} belongs to process {self._pid}, and this is its forked child. Save "
+                "in the process that opened the writer."
+            )
         arrays = to_names(state)
         for name, x in arrays.items():
             if lack := lack_of_value(x):
@@ -135,7 +141,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._read_back(newest)
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the threads. You may call it twice."""
+        """Wait as `wait` does, and end the threads. You may call it twice. Does nothing in a forked child."""
+        if os.getpid() != self._pid:  # the threads and the directory are those of the parent
+            return
         try:
             self.wait()
         finally:

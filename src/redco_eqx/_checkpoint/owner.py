@@ -33,6 +33,7 @@ class Owner:
         Takes at most 13 seconds, to watch an owner on another host or one that is ending.
         """
         self._file = directory / OWNER
+        self._is_in_child = False
         self._done = threading.Event()
         # Lock the directory, because a file open for writing would keep the file system from becoming
         # read-only.
@@ -48,8 +49,9 @@ class Owner:
         threading.Thread(target=self._beat, name="redco_eqx.owner", daemon=True).start()
 
     def release(self) -> None:
-        """Release the directory to others. You may call it twice."""
-        if not self._done.is_set():
+        """Release the directory to others. You may call it twice. Does nothing in a forked child, because the
+        directory belongs to its parent."""
+        if not self._is_in_child and not self._done.is_set():
             self._done.set()
             with contextlib.suppress(OSError):  # on a full disk, others still see the lock or the time
                 self._file.unlink()
@@ -60,6 +62,12 @@ class Owner:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: give up the copy of the lock, which would outlive the parent, and never touch its
+        file."""
+        self._is_in_child = True
+        self.unlock()
 
     def _take(self) -> None:
         """Wait until no other process owns the directory."""
@@ -101,8 +109,7 @@ class Owner:
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-# Otherwise a child that outlives its parent would keep the parent's lock.
-os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
+os.register_at_fork(after_in_child=lambda: [owner.leave_to_parent() for owner in _owners])
 
 
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ class ProcessGroup:
         self._unfinished = set(self.connections)
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
             # If JAX aborts in one of its threads, nothing is flushed.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,6 +106,17 @@ class ProcessGroup:
                 faulthandler.dump_traceback_later(left, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             self.leave_at = min(self.leave_at, time.monotonic() + seconds)
         return is_new
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: give up the place of the parent among the processes.
+
+        The child has copies of the connections. While one of them is open, the other processes would not see
+        that the parent has been killed.
+        """
+        global _group
+        _group = None
+        for connection in self.connections.values():
+            connection.close()
 
     def _on_exception(self, *exception: Any) -> None:  # the type, the exception, the traceback
         self._previous_hook(*exception)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 import warnings
 from collections import deque
@@ -186,7 +187,7 @@ class Training:
     interrupt: InterruptFlag
 
     def __post_init__(self) -> None:
-        self._mesh = state_mesh(self.state)
+        self._mesh, self._pid = state_mesh(self.state), os.getpid()
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._evaluated: Programs = {}
         self._program: TrainProgram | None = None  # not before the first step
@@ -410,7 +411,8 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
         """Save the state if an error ends the run, and add the state and the history to the error as
         attributes."""
-        if kind is None or not issubclass(kind, Exception):
+        is_forked_child = os.getpid() != self._pid  # without the devices' threads, and without the directory
+        if kind is None or not issubclass(kind, Exception) or is_forked_child:
             return
         is_good, where = not isinstance(error, NonFiniteError), ""
         # Do this only with a single process: other processes know nothing about the error, and would not take
