@@ -104,6 +104,7 @@ LOADED = [
     "_distributed.cluster",
     "_distributed.consensus",
     "_distributed.process_group",
+    "_distributed.whereabouts",
     "_parallel",
     "_parallel.linear",
     "_parallel.scan",

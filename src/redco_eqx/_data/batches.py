@@ -21,6 +21,7 @@ from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
 from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed
 from redco_eqx._data.workers import noting, run_ahead
+from redco_eqx._distributed.process_group import leave_call
 from redco_eqx._distributed.consensus import Facts, Vote, agree, difference, from_all, is_shared
 
 Made: TypeAlias = tuple[Batch, Place]
@@ -201,7 +202,7 @@ def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator
     """Yield the same batches. Raises `ValueError` if the shapes of a batch differ from those of the first,
     or those of the first from another process's."""
     first: Facts = {}
-    with contextlib.closing(made):
+    with contextlib.closing(made), _noting_exits():
         for index, (batch, place) in enumerate(made, start):
             shapes = shapes_of(batch)
             if index == start:
@@ -214,6 +215,16 @@ def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator
                     "several processes, an epoch must have one shape (pad text to a fixed length)."
                 )
             yield batch, place
+
+
+@contextlib.contextmanager
+def _noting_exits() -> Iterator[None]:
+    """Tell the other processes if `collate_fn` or the examples end the program (`sys.exit`)."""
+    try:
+        yield
+    except SystemExit as error:
+        leave_call(error)
+        raise
 
 
 def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:

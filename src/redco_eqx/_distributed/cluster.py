@@ -136,6 +136,13 @@ def _refuse_batch_script() -> None:
         )
 
 
+def has_devices() -> bool:
+    """Return true if JAX has found the devices. It does so together with all processes, so it can wait."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
 def coordination_client() -> Any:
     """Return the client of JAX's coordination service, or `None` if JAX has no connection to others."""
     from jax._src import distributed

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 
 from redco_eqx._distributed.cluster import coordination_client
 from redco_eqx._distributed.process_group import process_names
+from redco_eqx._distributed.whereabouts import meeting
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ def from_all(value: T) -> list[T]:
     plain JSON."""
     if jax.process_count() == 1:
         return [value]
+    _meet(tuple(range(jax.process_count())), "a decision of all processes", {}, wait=True)
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
     padded = np.pad(text, (0, int(sizes.max()) - len(text)))
@@ -147,7 +149,13 @@ def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
     Raises `ValueError`, naming the first fact that differs.
     """
     processes = _processes(mesh)
-    if len(processes) == 1 or (client := coordination_client()) is None:  # without one, JAX has left the others
+    if len(processes) > 1:
+        _meet(processes, subject, facts, wait=wait)
+
+
+def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool) -> None:
+    client = coordination_client()
+    if client is None:  # JAX has left the others
         return
     me, first = jax.process_index(), processes[0]
     place = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}/{next(_numbers[processes])}"
@@ -156,13 +164,19 @@ def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
     client.key_value_set(keys[-1], json.dumps([subject, facts]))
     if len(keys) > _NUM_KEPT:
         client.key_value_delete(keys.popleft())
-    while True:
-        found = client.key_value_dir_get(place if me == first else f"{place}/{first}")
-        for path, text in found:
-            _compare((me, subject, facts), (int(path.split("/")[-2]), *json.loads(text)))
-        if not wait or len(found) == (len(processes) if me == first else 1):
-            return
-        time.sleep(0.02 + jax.process_count() / 1000)
+    awaited = {*processes} if me == first else {first}
+    pause, longest = 0.001, 0.02 + jax.process_count() / 1000
+    with meeting(sorted(awaited)) as waiting:
+        while True:
+            found = client.key_value_dir_get(place if me == first else f"{place}/{first}")
+            come = {int(path.split("/")[-2]): text for path, text in found}
+            for process, text in come.items():
+                _compare((me, subject, facts), (process, *json.loads(text)))
+            waiting.absent = sorted(awaited - {*come})
+            if not wait or not waiting.absent:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
 
 def _compare(*both: tuple[int, str, Facts]) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import faulthandler
 import gc
 import io
+import json
 import math
 import os
 import sys
@@ -24,9 +25,12 @@ from typing import Any, NoReturn
 
 import jax
 
+from redco_eqx._distributed.whereabouts import Judge, Lookout, Status
+
 _FLUSH_SECONDS = 1.0
 _MAX_BYTES = 16_000  # the longest message that any thread can send in one piece
-_FINISHED = "finished"  # a message; any other message is a line that names the failed process
+_MAX_LETTERS = 2_000  # of a text in a message
+_LOOK_SECONDS, _WAIT_SECONDS = 1.0, 5.0  # between two looks at all processes, which begin if one waits
 _STDERR = 2  # for a C function, which writes here even if `sys.stderr` has been replaced
 
 _group: "ProcessGroup | None" = None
@@ -46,6 +50,13 @@ def end_process(reason: str) -> NoReturn:
     log(f"this process ends: {reason}")
     flush_all()
     os._exit(1)
+
+
+def leave_call(error: SystemExit) -> None:
+    """Note that a `SystemExit` leaves a function of the library that all processes call. If this process then
+    ends, and another one is still in such a function, all end."""
+    if _group is not None:
+        _group.note_exit(error)
 
 
 def _is_ending() -> bool:
@@ -73,6 +84,9 @@ class ProcessGroup:
         global _group
         _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
         self._unfinished = set(self.connections)
+        self._lookout, self._judge = Lookout(), Judge(self.names)
+        self._statuses: dict[int, Status] = {}  # of the other processes, on process 0
+        self._next_look, self._look_until = 0.0, 0.0
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -86,8 +100,12 @@ class ProcessGroup:
         """Tell every process why this one ends. All end soon after `leave_seconds`."""
         if self._leave_within(self.leave_seconds):
             name = self.names[self.process]
-            self._send(f"{name} failed: {reason}")
+            self._send("failed", f"{name} failed: {reason}")
             log(f"{name} of {len(self.names)} ends: {reason}")
+
+    def note_exit(self, error: SystemExit) -> None:
+        """See `leave_call`."""
+        self._lookout.left = f"SystemExit: {error.code}"
 
     def leave(self) -> NoReturn:
         """Flush files, and end the process. Process 0 is the last one to end."""
@@ -140,22 +158,54 @@ class ProcessGroup:
             self._fail_with(error)
         if _is_ending():
             self.leave()
-        self._send(_FINISHED)  # from here on JAX waits for the others
+        self._lookout.has_ended = True
+        self._send("finished")  # from here on JAX waits for the others
 
-    def _send(self, message: str, besides: int | None = None) -> None:
+    def _send(self, kind: str, content: Any = None, besides: int | None = None) -> None:
+        """Send a message: `failed` with a line that names the failed process, `finished`, `waits`, `look`,
+        `status`, or `say` with a line."""
+        if isinstance(content, str):
+            content = content[:_MAX_LETTERS]
         for process, connection in list(self.connections.items()):
             if process != besides:
                 with contextlib.suppress(OSError):  # that process is gone, or frozen
-                    connection.send_bytes(message.encode()[:_MAX_BYTES])
+                    connection.send_bytes(json.dumps([kind, content]).encode())
 
     def _watch(self) -> None:
         while time.monotonic() < self.leave_at:
             self._listen(0.1)
+            if time.monotonic() >= self._next_look and not _is_ending():
+                self._next_look = time.monotonic() + _LOOK_SECONDS
+                self._look()
         flush_all()
         while self.process == 0 and self.connections:
             self._listen(0.1)
-        self._send(_FINISHED)
+        self._send("finished")
         os._exit(1)
+
+    def _look(self) -> None:
+        """If this process waits for others, have process 0 look at all of them. Process 0 ends all of them if
+        two can never meet, and tells all of them who is late."""
+        now, mine = time.monotonic(), self._lookout.look(_WAIT_SECONDS)
+        # Small computations on CPU run in the call that starts them, and such a wait looks like any other work.
+        is_waiting = mine.seconds >= _WAIT_SECONDS and (mine.waits or mine.call)
+        if self.process != 0:
+            if is_waiting:
+                self._send("waits")
+            return
+        if is_waiting:
+            self._look_until = now + 2 * _WAIT_SECONDS
+        if now > self._look_until:
+            return
+        statuses = {0: self._lookout.look(), **self._statuses}
+        for line in self._judge.reports(statuses, now):
+            self._send("say", line)
+            log(line)
+        reason = self._judge.verdict(statuses, now)
+        if reason and not hasattr(sys, "ps1"):  # at the prompt, the session continues
+            self._on_failure(reason)
+        self._statuses = {}
+        self._send("look")
 
     def _listen(self, seconds: float) -> None:
         """Wait up to `seconds` for messages, and handle one from each process that has sent any."""
@@ -163,25 +213,33 @@ class ProcessGroup:
         for connection in wait(list(processes), seconds):
             process = processes[connection]  # pyright: ignore[reportArgumentType]
             try:
-                message = self.connections[process].recv_bytes(_MAX_BYTES).decode(errors="replace")
+                kind, content = json.loads(self.connections[process].recv_bytes(_MAX_BYTES))
             except (EOFError, OSError) as error:
                 self.connections.pop(process).close()
                 if process in self._unfinished:
                     why = str(error) or "its connection was closed"
                     self._on_failure(f"{self.names[process]} is lost: {why}.", process)
                 continue
-            if message == _FINISHED:
+            if kind == "failed":
+                self._on_failure(content, process)
+            elif kind == "finished":
                 self._unfinished.discard(process)
-            else:
-                self._on_failure(message, process)
+            elif kind == "waits":
+                self._look_until = time.monotonic() + 2 * _WAIT_SECONDS
+            elif kind == "look":
+                self._send("status", self._lookout.look())
+            elif kind == "status":
+                self._statuses[process] = Status(*content)
+            elif kind == "say":
+                log(content)
 
-    def _on_failure(self, line: str, source: int) -> None:
+    def _on_failure(self, line: str, source: int | None = None) -> None:
         """End this process soon, because another process is ending, or is gone."""
         if not jax.distributed.is_initialized():  # JAX has left the others, and does not wait for them
             return
         has_coordinator = 0 in (self.process, *self.connections)  # without it JAX aborts
         self._leave_within(self.leave_seconds if has_coordinator else 0.0)
-        self._send(line, besides=source)  # on process 0 this passes the line to the others
+        self._send("failed", line, besides=source)  # on process 0 this passes the line to the others
         log(line)
 
 

@@ -161,8 +161,8 @@ def _outputs(
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
+        compare_examples(where, mesh, data.sequence)  # first, because it names a process that does not come
         compare_states(state, f"{where} got different ones")
-        compare_examples(where, mesh, data.sequence)
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")

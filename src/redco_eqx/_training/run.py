@@ -20,7 +20,7 @@ from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
-from redco_eqx._distributed.process_group import Watchdog
+from redco_eqx._distributed.process_group import Watchdog, leave_call
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import compile_once, signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
@@ -31,6 +31,7 @@ from redco_eqx._training.course import (
     InterruptFlag,
     NonFiniteError,
     Plan,
+    TrainingInterrupted,
     apply_hook,
     check_not_donated,
     due,
@@ -411,6 +412,8 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
         """Save the state if an error ends the run, and add the state and the history to the error as
         attributes."""
+        if isinstance(error, SystemExit) and not isinstance(error, TrainingInterrupted):
+            leave_call(error)
         is_forked_child = os.getpid() != self._pid  # without the devices' threads, and without the directory
         if kind is None or not issubclass(kind, Exception) or is_forked_child:
             return
