@@ -1,6 +1,7 @@
 """One of the two processes of `test_two_processes.py`; its argument is a directory."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -21,8 +22,9 @@ from fit_helpers import fit, raised
 from stream_sources import BEGIN, StatefulIterator
 
 import redco_eqx as rx
-from redco_eqx._data import streams
+from redco_eqx._data import batches, streams
 from redco_eqx._data.batches import Epochs
+from redco_eqx._distributed import consensus
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._training import run as training
 
@@ -89,6 +91,60 @@ results["shapes"] = [refused(BATCH, other) for other in OTHERS]
 wait_for(directory / "shapes.done")
 results["first shapes"] = [refused(*2 * [other if process else BATCH]) for other in OTHERS]
 (directory / "shapes.done").touch()
+
+
+# Rows that devices of both processes need. Process 1 makes its batches after process 0, so it sees a difference.
+
+
+def noisy(examples):
+    """Numbers that nobody has seeded."""
+    return np.random.default_rng().normal(size=(len(np.asarray(examples)), 3)).astype(np.float32)
+
+
+def seeded(examples):
+    return np.stack([np.random.default_rng(int(x)).normal(size=3) for x in np.asarray(examples)])
+
+
+def third(examples):
+    """Another number in the third batch alone."""
+    rows = np.asarray(examples, np.float32)
+    return {"x": rows, "y": rows + (0.5 * process) * (rows.max() == 23)}
+
+
+ROWS = {
+    "tensor": (np.arange(24), noisy, "tensor", {}),
+    "workers": (rx.Data(np.arange(24), num_workers=2), noisy, "tensor", {}),
+    "one batch": (np.arange(24), third, "tensor", {}),
+    "rest": (np.arange(29), lambda x: noisy(x) * (len(x) == 1), "mixed", {"remainder": "split"}),
+    "whole": (rx.Stream(lambda _: range(24), sharded=False), noisy, "tensor", {}),
+    "shard": (rx.Stream(lambda *_: range(24), sharded=True), noisy, "tensor", {}),
+    "batched": (rx.Stream(lambda _: np.arange(24).reshape(3, 8), sharded=False, batched=True), noisy, "tensor", {}),
+    "seeded": (np.arange(24), seeded, "tensor", {}),
+    "other rows": (np.arange(24), noisy, "data", {}),
+    "seeded rest": (np.arange(29), seeded, "mixed", {"remainder": "split"}),
+}
+
+
+def made_with(examples, collate_fn, mesh, options):
+    """The number of batches that are accepted, and the error."""
+    made = 0
+    try:
+        for _ in rx.batches(examples, collate_fn, batch_size=8, mesh=MESHES[mesh], **options):
+            made += 1
+    except ValueError as error:
+        return made, str(error)
+    return made, ""
+
+
+results["rows"], vote = {}, batches.Vote
+batches.__dict__["Vote"] = lambda mesh: lambda *numbers: numbers  # so that a stream waits for nobody, either
+for i, (name, of_rows) in enumerate(ROWS.items(), start=1):
+    consensus._numbers[0, 1] = itertools.count(1000 * i)  # one that has been refused is at another number
+    wait_for(directory / f"{name}.made")
+    results["rows"][name] = made_with(*of_rows)
+    (directory / f"{name}.made").touch()
+consensus._numbers[0, 1] = itertools.count(1000_000)
+batches.__dict__["Vote"] = vote
 
 
 # Streams.

@@ -78,6 +78,33 @@ def test_an_epoch_has_one_shape(results: list[Any]) -> None:
         assert re.match(pattern.format(leaf, re.escape(usual[leaf]), re.escape(value)), said), said
 
 
+@pytest.mark.parametrize(
+    ("rows", "batch", "leaf"),
+    [
+        ("tensor", 0, "the batch"),
+        ("workers", 0, "the batch"),
+        ("one batch", 2, "y"),
+        ("rest", 4, "the batch"),
+        ("whole", 0, "the batch"),
+        ("shard", 0, "the batch"),
+        ("batched", 0, "the batch"),
+        ("seeded", None, ""),
+        ("other rows", None, ""),
+        ("seeded rest", None, ""),
+    ],
+)
+def test_rows_of_both_are_the_same_or_refused(results: list[Any], rows: str, batch: int | None, leaf: str) -> None:
+    """Nobody waits for this: the later of the two finds it, before it has the batch."""
+    said = [message for _, message in (result["rows"][rows] for result in results) if message]
+    if batch is None:
+        assert said == []
+        assert {result["rows"][rows][0] for result in results} == {5 if "rest" in rows else 3}
+    else:
+        assert said
+        pattern = rf"collate_fn: batch {batch}: the rows of {leaf} have the checksum \w+ on process \d \(.*seed"
+        assert all(re.match(pattern, message) for message in said), said
+
+
 # Streams
 
 

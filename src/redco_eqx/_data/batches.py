@@ -19,10 +19,11 @@ from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_fun
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
-from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed
+from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, checksums_of, layout
+from redco_eqx._data.placement import placed, rows_of_several
 from redco_eqx._data.workers import noting, run_ahead
+from redco_eqx._distributed.consensus import Duplicates, Facts, Vote, agree, difference, from_all, is_shared
 from redco_eqx._distributed.process_group import leave_call
-from redco_eqx._distributed.consensus import Facts, Vote, agree, difference, from_all, is_shared
 
 Made: TypeAlias = tuple[Batch, Place]
 """A batch on the mesh, with the place after it."""
@@ -137,6 +138,7 @@ class Epochs:
             length = len(self.examples_of(epoch))
             order = epoch_order(length, key, epoch) if key is not None and self._data.shuffle else None
             jobs = self._jobs(self.examples_of(epoch), epoch, start, order)
+        duplicates = Duplicates(self._mesh)
         again = f"batches({type(self._data).__name__}(..., prefetch=0), ..., epoch={epoch}, start="
 
         def make(numbered: tuple[int, Job]) -> Made:
@@ -144,7 +146,9 @@ class Epochs:
             with noting(f"This is batch {index} of epoch {epoch}; {again}{index}) makes it again."):
                 batch = self._collate_fn(job.read())
                 with jax.enable_x64(self._x64):
-                    return placed(batch, self._mesh, job.size, job.num_here), job.after
+                    made = placed(batch, self._mesh, job.size, job.num_here)
+                self._compare_rows(duplicates, index, batch, job)
+                return made, job.after
 
         facts = {
             "len(examples)": length,
@@ -163,6 +167,13 @@ class Epochs:
             return made
         end = Place(epoch + 1, 0, None, self.positions)
         return _with_ends(made, self._mesh, start, end, is_whole=not self._data.sharded)
+
+    def _compare_rows(self, duplicates: Duplicates, index: int, batch: Batch, job: Job) -> None:
+        """Compare the rows of a batch that several processes make, each for its own devices."""
+        for processes, rows in rows_of_several(self._mesh, job.size).items():
+            if job.num_here != job.size:
+                rows = np.searchsorted(layout(self._mesh, job.size)[1], rows)
+            duplicates.compare(processes, f"collate_fn: batch {index}", checksums_of(batch, rows))
 
     def _jobs(self, examples: Examples, epoch: int, start: int, order: Permutation | None) -> Iterator[Job]:
         num_whole, tail = batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
@@ -345,6 +356,8 @@ def batches(
     - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim `len(examples)`. It
         is called once per batch, with this process's rows in global order. With several processes, these rows
         are a part of the batch, so the other dims must not depend on the examples (pad text to a fixed length).
+        If the devices of several processes need the same rows (`tensor` over processes), each of these
+        processes makes them, so their random numbers must come from the example or from a seed.
         Return new arrays each time, because an earlier array may still be in use.
     - `batch_size`: the number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
@@ -368,8 +381,8 @@ def batches(
 
     `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs from that of another
     process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or (with
-    several processes) arrays of other shapes than in the first batch, or than on another process. The message
-    names the leaf.
+    several processes) arrays of other shapes than in the first batch, or than on another process, or other
+    numbers than on another process that makes the same rows. The message names the leaf.
     """
     check_functions("batches", collate_fn=collate_fn)
     check_whole("batches", batch_size=batch_size, epoch=epoch, start=start)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -91,6 +92,32 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
     here = np.unique(rows)
     pieces = {int(x[0]): slice(n := int(np.searchsorted(here, x[0])), n + len(x)) for x in rows}
     return sharding, here, pieces
+
+
+@functools.lru_cache(maxsize=64)
+def rows_of_several(mesh: Mesh, size: int) -> dict[tuple[int, ...], Int[np.ndarray, " num_rows"]]:
+    """Return the rows of a batch of this size that this process and others need (in ascending order), by the
+    processes that need them."""
+    holders: dict[tuple[int, int], set[int]] = {}
+    for device, (index,) in layout(mesh, size)[0].devices_indices_map((size,)).items():
+        begin, end, _ = index.indices(size)
+        holders.setdefault((begin, end), set()).add(device.process_index)
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for (begin, end), processes in sorted(holders.items()):
+        if len(processes) > 1 and jax.process_index() in processes:
+            rows.setdefault(tuple(sorted(processes)), []).extend(range(begin, end))
+    return {processes: np.array(numbers) for processes, numbers in rows.items()}
+
+
+def checksums_of(batch: Batch, rows: Int[np.ndarray, " num_rows"]) -> dict[str, str]:
+    """Compute a checksum of these rows of each leaf of a batch, by its path."""
+    found = {}
+    for path, leaf in leaves_with_paths(batch):
+        x = np.asarray(leaf)
+        x = np.ascontiguousarray(x if len(rows) == len(x) else x[rows])
+        # The bytes, because the types that NumPy does not know (bfloat16) offer no buffer.
+        found[path or "the batch"] = f"{zlib.crc32(x.reshape(-1).view(np.uint8)):08x}"
+    return found
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, num_here: int) -> Batch:

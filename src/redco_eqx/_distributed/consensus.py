@@ -138,6 +138,11 @@ _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.co
 # Those that wait are kept apart, because a process may still read the newest one after many of the others.
 _keys: defaultdict[tuple[tuple[int, ...], bool], deque[str]] = defaultdict(deque)
 
+# A process makes batches ahead of others, for training and for an evaluation in between.
+_NUM_DUPLICATES = 256
+_duplicate_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_duplicate_keys: deque[str] = deque()
+
 
 def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
     """Compare facts with the other processes of `mesh`. Does nothing on a mesh of one process.
@@ -158,7 +163,7 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
     if client is None:  # JAX has left the others
         return
     me, first = jax.process_index(), processes[0]
-    place = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}/{next(_numbers[processes])}"
+    place = f"redco_eqx/agreement/{_name(processes)}/{next(_numbers[processes])}"
     keys = _keys[processes, wait]
     keys.append(f"{place}/{me}/facts")
     client.key_value_set(keys[-1], json.dumps([subject, facts]))
@@ -177,6 +182,52 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+
+class Duplicates:
+    """A comparison of results that several processes of `mesh` compute alike, without waiting.
+
+    Each process stores its own result, and then reads what others have stored. So of two processes, the one that
+    comes later sees both. All processes must create this at the same time, but any thread may use it.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._place = ""
+        if is_shared(mesh):
+            processes = _processes(mesh)
+            self._place = f"redco_eqx/duplicates/{_name(processes)}/{next(_duplicate_numbers[processes])}"
+
+    def compare(self, processes: tuple[int, ...], subject: str, facts: Facts) -> None:
+        """Compare the facts about the result `subject` with those of `processes`, which make it, too.
+
+        Raises `ValueError`, naming the first fact that differs.
+        """
+        client = coordination_client()
+        if client is None:  # JAX has left the others
+            return
+        me, first = jax.process_index(), processes[0]
+        place = f"{self._place}/{subject}/{_name(processes)}"
+        own = f"{place}/{me}/facts"
+        client.key_value_set(own, json.dumps(facts))
+        _duplicate_keys.append(own)
+        while len(_duplicate_keys) > _NUM_DUPLICATES:
+            client.key_value_delete(_duplicate_keys.popleft())
+        for path, text in client.key_value_dir_get(place if me == first else f"{place}/{first}"):
+            other = int(path.split("/")[-2])
+            found = difference(facts, json.loads(text))
+            if found:
+                name, mine, theirs = found
+                names = process_names()
+                raise ValueError(
+                    f"{subject}: the rows of {name} have the checksum {mine} on {names[me]}, but {theirs} on "
+                    f"{names[other]}. The devices of both need these rows, so collate_fn makes them on each, and "
+                    "must return the same numbers. Draw its random numbers from a generator whose seed comes "
+                    "from the example, as np.random.default_rng(index), or draw them in loss_fn from its key."
+                )
+
+
+def _name(processes: tuple[int, ...]) -> int:
+    return zlib.crc32(str(processes).encode())
 
 
 def _compare(*both: tuple[int, str, Facts]) -> None:
