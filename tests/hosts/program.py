@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -119,8 +120,12 @@ class Faulty:
                 raise KeyError("no such column")
             if self.fault == "stuck":
                 time.sleep(3600)
+            if self.fault == "exit":
+                sys.exit(1)
             if self.fault == "shape":
                 batch["mask"] = np.ones((len(rows), 5), np.float32)
+        if self.fault == "random rows":
+            batch["weight"] = np.random.default_rng().uniform(size=len(rows)).astype(np.float32)
         if self.mine and self.fault == "collate":
             batch["weight"] = batch["weight"] * np.float32(1.01)
         return batch
@@ -128,7 +133,7 @@ class Faulty:
 
 def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     differs = fault if process == jax.process_index() else ""
-    state, optimizer = begin(mesh, differs)
+    state, optimizer = begin("tensor4" if fault == "random rows" else mesh, differs)
     if differs == "directory" and checkpoints:
         checkpoints = f"{checkpoints}-other"
     rows = examples(NUM_TRAIN - (differs == "fewer"), 3 if differs == "examples" else 0)
@@ -142,11 +147,20 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     def hook(run, row, state):
         if run.step == FAULT_AT:
             say(out, "ready")
+            if differs == "evaluates":
+                rx.evaluate(
+                    state, examples(NUM_EVAL, 1), collate_fn=collate, loss_fn=loss_fn, batch_size=BATCH_SIZE
+                )
+            if differs == "forks" and os.fork() == 0:  # a worker that outlives it
+                time.sleep(60)
+                os._exit(0)
+            if differs == "forks":
+                os.kill(os.getpid(), signal.SIGKILL)
             if differs == "drift":  # behind the back of `fit`, whose own state is changed
                 (own,) = [x for x in gc.get_objects() if type(x).__name__ == "Training"]
                 own.arrays[sorted(state.params).index(LAST_BIAS)] = 1.5 * state.params[LAST_BIAS]
 
-    options = {"hook": hook, "log_every": 10} if fault == "drift" else {}
+    options = {"hook": hook, "log_every": 10} if fault in ("drift", "evaluates", "forks") else {}
     if fault in ("evaluation", "metrics"):
         held_out = examples(NUM_EVAL, 5 if differs == "evaluation" else 1)
         alone = lambda *arguments: loss_fn(*arguments)[0]  # noqa: E731
@@ -159,7 +173,12 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     num_steps = NUM_STEPS - (differs == "steps")
     options |= {"batch_size": BATCH_SIZE, "checkpoints": saved, "loggers": []}
     state, _ = rx.fit(state, rows, num_steps=num_steps, **functions, **options)
+    if differs == "ends":
+        say(out, "ready")
+        return
     say(out, "result", {"params": gather(state)})
+    if fault == "ends":
+        rx.evaluate(state, examples(NUM_EVAL, 1), collate_fn=collate, loss_fn=loss_fn, batch_size=BATCH_SIZE)
 
 
 def main():

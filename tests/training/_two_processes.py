@@ -118,7 +118,12 @@ ROWS = {
     "rest": (np.arange(29), lambda x: noisy(x) * (len(x) == 1), "mixed", {"remainder": "split"}),
     "whole": (rx.Stream(lambda _: range(24), sharded=False), noisy, "tensor", {}),
     "shard": (rx.Stream(lambda *_: range(24), sharded=True), noisy, "tensor", {}),
-    "batched": (rx.Stream(lambda _: np.arange(24).reshape(3, 8), sharded=False, batched=True), noisy, "tensor", {}),
+    "batched": (
+        rx.Stream(lambda _: np.arange(24).reshape(3, 8), sharded=False, batched=True),
+        noisy,
+        "tensor",
+        {},
+    ),
     "seeded": (np.arange(24), seeded, "tensor", {}),
     "other rows": (np.arange(24), noisy, "data", {}),
     "seeded rest": (np.arange(29), seeded, "mixed", {"remainder": "split"}),

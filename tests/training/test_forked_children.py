@@ -2,11 +2,9 @@
 
 import json
 import pathlib
-from typing import Any
 
 import pytest
 from fit_helpers import python
-from hosts import harness
 
 FORKING = """
 import json, os, pathlib, sys, warnings, weakref
@@ -58,7 +56,13 @@ print(json.dumps([seen, sorted(x.name for x in directory.iterdir())]))
 
 @pytest.mark.parametrize(
     ("way", "exit"),
-    [("hook", "error"), ("hook", "sys.exit"), ("hook", "Ctrl-C"), ("collate_fn", "error"), ("writer", "sys.exit")],
+    [
+        ("hook", "error"),
+        ("hook", "sys.exit"),
+        ("hook", "Ctrl-C"),
+        ("collate_fn", "error"),
+        ("writer", "sys.exit"),
+    ],
 )
 def test_a_child_that_leaves_through_fit_leaves_the_directory_to_its_parent(
     way: str, exit: str, tmp_path: pathlib.Path

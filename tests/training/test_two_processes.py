@@ -93,7 +93,9 @@ def test_an_epoch_has_one_shape(results: list[Any]) -> None:
         ("seeded rest", None, ""),
     ],
 )
-def test_rows_of_both_are_the_same_or_refused(results: list[Any], rows: str, batch: int | None, leaf: str) -> None:
+def test_rows_of_both_are_the_same_or_refused(
+    results: list[Any], rows: str, batch: int | None, leaf: str
+) -> None:
     """Nobody waits for this: the later of the two finds it, before it has the batch."""
     said = [message for _, message in (result["rows"][rows] for result in results) if message]
     if batch is None:

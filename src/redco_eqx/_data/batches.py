@@ -19,8 +19,15 @@ from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_fun
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
-from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, checksums_of, layout
-from redco_eqx._data.placement import placed, rows_of_several
+from redco_eqx._data.placement import (
+    Job,
+    batch_sizes,
+    check_batch_size,
+    checksums_of,
+    layout,
+    placed,
+    rows_of_several,
+)
 from redco_eqx._data.workers import noting, run_ahead
 from redco_eqx._distributed.consensus import Duplicates, Facts, Vote, agree, difference, from_all, is_shared
 from redco_eqx._distributed.process_group import leave_call

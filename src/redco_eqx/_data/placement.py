@@ -116,7 +116,7 @@ def checksums_of(batch: Batch, rows: Int[np.ndarray, " num_rows"]) -> dict[str, 
         x = np.asarray(leaf)
         x = np.ascontiguousarray(x if len(rows) == len(x) else x[rows])
         # The bytes, because the types that NumPy does not know (bfloat16) offer no buffer.
-        found[path or "the batch"] = f"{zlib.crc32(x.reshape(-1).view(np.uint8)):08x}"
+        found[path or "the batch"] = f"{zlib.crc32(x.reshape(-1).view(np.uint8).data):08x}"
     return found
 
 

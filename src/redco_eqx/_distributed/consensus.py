@@ -8,6 +8,7 @@ processes would wait for each other in a collective, or compute wrong results. S
 import functools
 import itertools
 import json
+import sys
 import time
 import zlib
 from collections import Counter, defaultdict, deque
@@ -23,7 +24,7 @@ from jaxtyping import Array, Int
 
 from redco_eqx._distributed.cluster import coordination_client
 from redco_eqx._distributed.process_group import process_names
-from redco_eqx._distributed.whereabouts import meeting
+from redco_eqx._distributed.whereabouts import meeting, place_of
 
 T = TypeVar("T")
 
@@ -166,7 +167,8 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
     place = f"redco_eqx/agreement/{_name(processes)}/{next(_numbers[processes])}"
     keys = _keys[processes, wait]
     keys.append(f"{place}/{me}/facts")
-    client.key_value_set(keys[-1], json.dumps([subject, facts]))
+    where, _ = place_of(sys._getframe())
+    client.key_value_set(keys[-1], json.dumps([subject, facts, where]))
     if len(keys) > _NUM_KEPT:
         client.key_value_delete(keys.popleft())
     awaited = {*processes} if me == first else {first}
@@ -176,7 +178,7 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
             found = client.key_value_dir_get(place if me == first else f"{place}/{first}")
             come = {int(path.split("/")[-2]): text for path, text in found}
             for process, text in come.items():
-                _compare((me, subject, facts), (process, *json.loads(text)))
+                _compare((me, subject, facts, where), (process, *json.loads(text)))
             waiting.absent = sorted(awaited - {*come})
             if not wait or not waiting.absent:
                 return
@@ -230,13 +232,16 @@ def _name(processes: tuple[int, ...]) -> int:
     return zlib.crc32(str(processes).encode())
 
 
-def _compare(*both: tuple[int, str, Facts]) -> None:
+def _compare(*both: tuple[int, str, Facts, str]) -> None:
     # Keep the order of the processes, so that all of them report the same.
-    (one, here, this), (other, there, that) = sorted(both, key=lambda x: x[0])
+    (one, here, this, first_place), (other, there, that, second_place) = sorted(both, key=lambda x: x[0])
     one, other = process_names()[one], process_names()[other]
     if here != there:
-        problem = f"{here} has been reached on {one}, but {there} on {other}"
-    elif found := difference(this, that):
+        raise ValueError(
+            f"{here} has been reached on {one}, but {there} on {other}. Each process must make the same calls of "
+            f"the library, in the same order. The first is at {first_place}; the second is at {second_place}."
+        )
+    if found := difference(this, that):
         name, mine, theirs = found
         problem = f"{here}: {name} is {mine} on {one}, but {theirs} on {other}"
     else:

@@ -71,7 +71,12 @@ def initialize_distributed(
 
     Each process then names the failed process on standard error, and flushes its files. Functions that you
     registered with `atexit` before this call are not called. A process that ends without an exception
-    (`sys.exit`) counts as finished, not as failed.
+    (`sys.exit`) counts as finished, not as failed. But if another process still waits for it in a call of the
+    library, all end.
+
+    A process that waits for another one for 10 s in a call of the library says so on standard error, with the
+    place of both. If the two can never meet, because the other one has ended or waits for this one in another
+    call, all processes end within 30 s. A process that is only late ends nobody.
 
     **Raises:**
 

@@ -169,9 +169,10 @@ class Judge:
             for other, that in statuses.items():
                 waits = other in this.absent or (this.call and other in this.computing)
                 never = that.has_ended or one in that.absent
+                are_crossed = other in this.absent and one in that.absent
                 # Small computations on CPU run in the call that starts them, and have no arrays until they end.
                 is_left = that.has_ended and that.left and this.call and this.seconds >= 2 * _ENDED_SECONDS
-                if (waits and never and not that.computing) or is_left:
+                if (waits and never and not that.computing) or are_crossed or is_left:
                     pairs.add((one, other))
         self._stuck = {pair: self._stuck.get(pair, now) for pair in pairs}
         for (one, other), since in self._stuck.items():

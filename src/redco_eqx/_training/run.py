@@ -412,7 +412,7 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
         """Save the state if an error ends the run, and add the state and the history to the error as
         attributes."""
-        if isinstance(error, SystemExit) and not isinstance(error, TrainingInterrupted):
+        if kind is not None and issubclass(kind, SystemExit) and not issubclass(kind, TrainingInterrupted):
             leave_call(error)
         is_forked_child = os.getpid() != self._pid  # without the devices' threads, and without the directory
         if kind is None or not issubclass(kind, Exception) or is_forked_child:
