@@ -93,7 +93,7 @@ results["first shapes"] = [refused(*2 * [other if process else BATCH]) for other
 (directory / "shapes.done").touch()
 
 
-# Rows that devices of both processes need. Process 1 makes its batches after process 0, so it sees a difference.
+# Rows that devices of both need. Process 1 makes its batches after process 0, so it sees a difference.
 
 
 def noisy(examples):
@@ -141,7 +141,7 @@ def made_with(examples, collate_fn, mesh, options):
     return made, ""
 
 
-results["rows"], vote = {}, batches.Vote
+results["rows"], vote = {}, batches.__dict__["Vote"]
 batches.__dict__["Vote"] = lambda mesh: lambda *numbers: numbers  # so that a stream waits for nobody, either
 for i, (name, of_rows) in enumerate(ROWS.items(), start=1):
     consensus._numbers[0, 1] = itertools.count(1000 * i)  # one that has been refused is at another number

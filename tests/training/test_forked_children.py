@@ -13,7 +13,7 @@ import fit_helpers as tiny
 import redco_eqx as rx
 
 directory, way, exit = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-EXITS = {"error": "raise ValueError('of a child')", "sys.exit": "sys.exit(3)", "Ctrl-C": "raise KeyboardInterrupt"}
+EXITS = {"error": "raise ValueError()", "sys.exit": "sys.exit(3)", "Ctrl-C": "raise KeyboardInterrupt"}
 parent, seen = os.getpid(), []
 
 def fork():

@@ -189,8 +189,8 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
 class Duplicates:
     """A comparison of results that several processes of `mesh` compute alike, without waiting.
 
-    Each process stores its own result, and then reads what others have stored. So of two processes, the one that
-    comes later sees both. All processes must create this at the same time, but any thread may use it.
+    Each process stores its own result, and then reads those of others. So of two processes, the later one sees
+    both. All processes must create this at the same time, but any thread may use it.
     """
 
     def __init__(self, mesh: Mesh):
@@ -222,9 +222,10 @@ class Duplicates:
                 names = process_names()
                 raise ValueError(
                     f"{subject}: the rows of {name} have the checksum {mine} on {names[me]}, but {theirs} on "
-                    f"{names[other]}. The devices of both need these rows, so collate_fn makes them on each, and "
-                    "must return the same numbers. Draw its random numbers from a generator whose seed comes "
-                    "from the example, as np.random.default_rng(index), or draw them in loss_fn from its key."
+                    f"{names[other]}. The devices of both need these rows, so collate_fn makes them on each, "
+                    "and must return the same numbers. Draw its random numbers from a generator whose seed "
+                    "comes from the example, as np.random.default_rng(index), or draw them in loss_fn from "
+                    "its key."
                 )
 
 
@@ -238,8 +239,9 @@ def _compare(*both: tuple[int, str, Facts, str]) -> None:
     one, other = process_names()[one], process_names()[other]
     if here != there:
         raise ValueError(
-            f"{here} has been reached on {one}, but {there} on {other}. Each process must make the same calls of "
-            f"the library, in the same order. The first is at {first_place}; the second is at {second_place}."
+            f"{here} has been reached on {one}, but {there} on {other}. Each process must make the same calls "
+            f"of the library, in the same order. The first is at {first_place}; the second is at "
+            f"{second_place}."
         )
     if found := difference(this, that):
         name, mine, theirs = found

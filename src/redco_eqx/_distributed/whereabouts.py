@@ -159,10 +159,10 @@ class Judge:
     def verdict(self, statuses: Mapping[int, Status], now: float) -> str:
         """Return a reason to end all processes, if two of them can never meet. Otherwise return the empty text.
 
-        One of them waits for the other. The other has ended, or waits in a meeting for the first one, and has no
-        unfinished arrays, so it takes no part in anything that the first one waits for. All functions of the
-        library end with a result that needs every process. So their arrays cannot be a part of the work that only
-        the first one has not finished yet; those of other functions can.
+        One of them waits for the other. The other has ended, or waits in a meeting for the first one, and has
+        no unfinished arrays, so it takes no part in anything that the first one waits for. All functions of the
+        library end with a result that needs every process. So their arrays cannot be work that only the first
+        one still does. Arrays of other functions can.
         """
         pairs = set()
         for one, this in statuses.items():
