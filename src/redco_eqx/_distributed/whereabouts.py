@@ -1,4 +1,4 @@
-"""Where each process is, and for whom it waits: processes that can never meet are found and named.
+"""The places of the processes, and the others for which they wait: those that can never meet are named.
 
 A process waits for others in a meeting (see `meeting`), or for arrays that several processes compute together.
 Neither wait ends if one of the others never comes: it has ended, or it waits for this process in another call.
@@ -34,7 +34,7 @@ _OTHERS = tuple(str(pathlib.Path(str(x.__file__)).parent) for x in (jax, jaxlib,
 
 
 class Status(NamedTuple):
-    """Where a process is. It holds only plain JSON.
+    """The place of a process. It holds only plain JSON.
 
     - `where`: the place of the main thread, for people.
     - `call`: the function of the library that the program has called, or the empty string.
