@@ -101,6 +101,19 @@ def test_only_two_that_can_never_meet_are_ended(name: str) -> None:
         assert said[first].startswith("process 0 waits in here for process 1, which ")
 
 
+def test_thousands_of_processes_are_looked_at() -> None:
+    """This takes milliseconds, where a loop over all pairs takes a minute."""
+    number = 4096
+    judge = Judge([f"process {i}" for i in range(number)])
+    many = {i: Status("there", call="fit", absent=[0]) for i in range(1, number)}
+    assert judge.verdict({**many, 0: Status("here", call="fit", absent=[7])}, 0.0) == ""
+    ended = {i: Status("its end", has_ended=True) for i in range(1, number)}
+    assert judge.verdict({**ended, 0: Status("here", call="evaluate", seconds=99)}, 1.0) == ""
+    assert judge.verdict({**ended, 0: Status("here", call="save", absent=[number - 1])}, 2.0) == ""
+    said = judge.verdict({**ended, 0: Status("here", call="save", absent=[number - 1])}, 9.0)
+    assert "process 4095, which has ended" in said
+
+
 def test_a_pair_that_moves_is_never_ended() -> None:
     judge = Judge(["process 0", "process 1"])
     for second in range(1000):

@@ -214,7 +214,7 @@ class ProcessGroup:
             process = processes[connection]  # pyright: ignore[reportArgumentType]
             try:
                 kind, content = json.loads(self.connections[process].recv_bytes(_MAX_BYTES))
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError, ValueError) as error:
                 self.connections.pop(process).close()
                 if process in self._unfinished:
                     why = str(error) or "its connection was closed"

@@ -27,6 +27,7 @@ SLOW_SECONDS = 10.0
 """A wait that takes longer is reported."""
 _ENDED_SECONDS, _CROSSED_SECONDS = 3.0, 10.0  # that a pair of processes must be seen to be stuck
 _REPEAT_SECONDS = 600.0
+_MAX_LISTED = 1000  # processes, so that a status is a short message
 
 _LIBRARY = str(pathlib.Path(__file__).parents[1])
 _STANDARD = str(pathlib.Path(threading.__file__).parent)
@@ -102,7 +103,7 @@ class Lookout:
         now = time.monotonic()
         seconds, absent = now - self._since, ()
         for waiting in _meetings[-1:]:
-            seconds, absent = now - waiting.begin, tuple(waiting.absent)
+            seconds, absent = now - waiting.begin, tuple(waiting.absent[:_MAX_LISTED])
         computing = computing_with() if seconds >= at_least else ()
         if self.has_ended:
             return Status("its end", "", seconds, (), computing, True, self.left)
@@ -119,7 +120,7 @@ def computing_with() -> tuple[int, ...]:
         with contextlib.suppress(RuntimeError):  # the main thread has deleted it
             if not x.is_deleted() and not x.is_ready():
                 found |= {device.process_index for device in x.sharding.device_set}
-    return tuple(sorted(found - {jax.process_index()}))
+    return tuple(sorted(found - {jax.process_index()}))[:_MAX_LISTED]
 
 
 def place_of(frame: FrameType | None) -> tuple[str, str]:
@@ -164,18 +165,15 @@ class Judge:
         library end with a result that needs every process. So their arrays cannot be work that only the first
         one still does. Arrays of other functions can.
         """
+        waiting = [one for one, this in statuses.items() if not this.has_ended and (this.waits or this.call)]
         pairs = set()
-        for one, this in statuses.items():
-            for other, that in statuses.items():
-                waits = other in this.absent or (this.call and other in this.computing)
-                never = that.has_ended or one in that.absent
-                are_crossed = other in this.absent and one in that.absent
-                # Small computations on CPU run in the call that starts them, and have no arrays until they end.
-                is_left = that.has_ended and that.left and this.call and this.seconds >= 2 * _ENDED_SECONDS
-                if (waits and never and not that.computing) or are_crossed or is_left:
+        for other, that in statuses.items():
+            # Look only at pairs that may be stuck, because there may be thousands of processes.
+            for one in waiting if that.has_ended else {*that.absent} & {*waiting}:
+                if one != other and _never_meets(statuses[one], other, that):
                     pairs.add((one, other))
         self._stuck = {pair: self._stuck.get(pair, now) for pair in pairs}
-        for (one, other), since in self._stuck.items():
+        for (one, other), since in sorted(self._stuck.items()):
             this, that = statuses[one], statuses[other]
             if now - since >= (_ENDED_SECONDS if that.has_ended else _CROSSED_SECONDS):
                 what = f"has ended ({that.left})" if that.left else "has ended"
@@ -212,3 +210,14 @@ class Judge:
         if that is None or this.absent:
             return True
         return that.call != this.call or not that.computing
+
+
+def _never_meets(this: Status, other: int, that: Status) -> bool:
+    """Return true if a process with the first status waits for the process `other`, which has ended, or meets it
+    elsewhere.
+    it in a meeting."""
+    if other in this.absent:  # it waits in a meeting, as the other one does unless it has ended
+        return not that.has_ended or not that.computing
+    # Small computations on CPU run in the call that starts them, and have no arrays until they end.
+    is_left = that.has_ended and bool(that.left) and this.seconds >= 2 * _ENDED_SECONDS
+    return bool(this.call) and (is_left or (other in this.computing and not that.computing))
