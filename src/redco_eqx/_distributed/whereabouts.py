@@ -213,9 +213,8 @@ class Judge:
 
 
 def _never_meets(this: Status, other: int, that: Status) -> bool:
-    """Return true if a process with the first status waits for the process `other`, which has ended, or meets it
-    elsewhere.
-    it in a meeting."""
+    """Return true if a process with the first status waits for the process `other`, which has ended, or waits
+    for it in another meeting."""
     if other in this.absent:  # it waits in a meeting, as the other one does unless it has ended
         return not that.has_ended or not that.computing
     # Small computations on CPU run in the call that starts them, and have no arrays until they end.
