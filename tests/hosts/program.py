@@ -176,9 +176,9 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     if differs == "ends":
         say(out, "ready")
         return
-    say(out, "result", {"params": gather(state)})
     if fault == "ends":
         rx.evaluate(state, examples(NUM_EVAL, 1), collate_fn=collate, loss_fn=loss_fn, batch_size=BATCH_SIZE)
+    say(out, "result", {"params": gather(state)})
 
 
 def main():
