@@ -168,6 +168,31 @@ def test_a_signal_while_the_reader_hangs_saves(
     assert_same(resumed, fit(None, EXAMPLES, num_epochs=3))
 
 
+FORKING = """
+import os, signal, time
+from fit_helpers import Collate, counted
+
+def fork():
+    begun, begins = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begins, b".")  # Python drops a signal that comes while it forks
+        time.sleep(60)
+        os._exit(0)
+    os.read(begun, 1)
+    os.kill(child, signal.SIGTERM)  # as a pool ends its workers
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+counted(collate_fn=Collate(3, fork))
+"""
+
+
+def test_a_child_forked_during_a_run_ends_by_its_first_signal() -> None:
+    program = [sys.executable, "-c", FORKING]
+    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [str(-signal.SIGTERM)], done.stderr
+
+
 HANGING = """
 import sys, time
 from fit_helpers import EXAMPLES, Collate, fit

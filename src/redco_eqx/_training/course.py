@@ -5,6 +5,7 @@ The state survives either end.
 
 import ctypes
 import dataclasses
+import os
 import pathlib
 import signal
 import sys
@@ -270,6 +271,7 @@ class InterruptFlag:
         self.signal = 0
         self._previous: dict[int, Any] = {}
         self._is_waiting = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
@@ -307,6 +309,11 @@ class InterruptFlag:
         yield None
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A worker that was forked during the run, and that its pool wants to end.
+            self.__exit__()
+            signal.raise_signal(signum)
+            return
         self.signal = signum
         # Restore the usual effects at once. A later call of this method could not:
         # Python calls it between two of its own instructions, but a second signal must
