@@ -115,7 +115,7 @@ def by_example(examples: Any) -> Any:
     """The remedy that the message names."""
     batch = collate(examples)
     draws = [np.random.default_rng(example["id"]).random() for example in examples]
-    return {**batch, "x": batch["x"] + np.float32(draws)[:, None]}
+    return {**batch, "x": batch["x"] + np.array(draws, np.float32)[:, None]}
 
 
 def test_random_numbers_by_example_are_exact(tmp_path: pathlib.Path) -> None:
