@@ -230,7 +230,10 @@ def _check_layers(
         if max(value if isinstance(value, tuple) else (value,)) > most:
             problems.append(f"{name}={value}, the files have at most {most} in a row")
     if problems:
-        if hint := hint_of_beginning(stored, family, model if model is not None else make(False)):
+        # A model whose layers are not stacked is not made here: it may have a billion of
+        # them. A beginning of its keys does not change the numbers in them anyway.
+        hint = "" if model is None else hint_of_beginning(stored, family, model)
+        if hint:
             raise ValueError(f"load_pretrained: the keys in {directory} do not fit the model.{hint}")
         raise ValueError(
             f"load_pretrained: config.json in {directory} does not match the weight files beside it: "
