@@ -280,9 +280,9 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: models.generate(LM, TOKENS, max_new_tokens=2.5), "max_new_tokens=2.5 ... an integer"),
     (lambda: generate(TOKENS, temperature=1.0, top_k=2.5, key=KEY), "top_k=2.5 ... an integer"),
     (lambda: generate(TOKENS, models.beam_search, num_beams=2.5), "num_beams=2.5 ... an integer"),
-    (lambda: rx.save(A_FILE, STATE), "door/file is a file ... directory"),
-    (lambda: rx.restore(A_FILE, STATE), "door/file is a file ... directory"),
-    (lambda: fit(checkpoints=A_FILE), "door/file is a file ... directory"),
+    (lambda: rx.save(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
+    (lambda: rx.restore(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
+    (lambda: fit(checkpoints=A_FILE), "door/file', but it is a file, and checkpoints need a directory"),
     (lambda: rx.restore(saved("part"), STATE, only="params"), "only='params' ... \"model\""),
 ]
 # Of `FileNotFoundError`:
