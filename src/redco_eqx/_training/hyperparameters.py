@@ -20,13 +20,19 @@ Numbers: TypeAlias = dict[str, np.ndarray]
 
 def kept_in(opt_state: PyTree) -> Numbers:
     """Return the hyperparameters that the state of an optimizer keeps, and that its updates use."""
-    return jax.device_get(_kept(opt_state, ""))
+    return _copied(_kept(opt_state, ""))
 
 
 def given_by(optimizer: optax.GradientTransformation, state: TrainState) -> Numbers:
     """Return the hyperparameters with which an optimizer begins. Its moments are not computed."""
     begun = jax.jit(lambda params: _kept(optimizer.init(params), ""))(state.params)
-    return jax.device_get(begun)
+    return _copied(begun)
+
+
+def _copied(numbers: dict[str, Any]) -> Numbers:
+    """Fetch numbers. On a CPU, JAX gives a view of the memory of its array, which is
+    used anew when `fit` deletes the array."""
+    return {path: np.array(x) for path, x in jax.device_get(numbers).items()}
 
 
 def _kept(node: PyTree, path: str) -> dict[str, Any]:
