@@ -145,7 +145,7 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
     def noted_get(tree: Any) -> Any:
         nonlocal fetching
-        is_flag = getattr(tree, "dtype", None) == bool
+        is_flag = getattr(tree, "dtype", None) == np.dtype(bool)
         assert not is_flag or tree.is_ready()
         events.append("flag" if is_flag else "get")
         fetching = True
