@@ -118,6 +118,7 @@ LOADED = [
     "_step.layout",
     "_step.mends",
     "_step.optimizer",
+    "_step.rounding",
     "_step.state",
     "_step.steps",
     "_step.window",

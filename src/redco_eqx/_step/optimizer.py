@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from redco_eqx._base.protocols import Mean
 from redco_eqx._base.tree import children, describe, is_array, join
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.kept import compile_once
@@ -160,37 +159,6 @@ def like_params(
         return NamedSharding(whole.mesh, PartitionSpec(*left.pop())) if len(left) == 1 else whole
 
     return jax.tree_util.tree_map_with_path(one, opt_state)
-
-
-def rounded_away(
-    params: dict[str, Array], new_params: dict[str, Array], updates: dict[str, Any], grads: dict[str, Array]
-) -> Mean | None:
-    """The share of updates that rounding loses, in the parameters of fewer than 32 bits; `None` without any.
-
-    An update is lost if it is not zero, but the parameter stays the same number: bfloat16 has 8 bits of
-    precision, so it loses every update below about 1/500 of a parameter. Elements whose gradient is zero do not
-    count (rows of a table that the batch does not use, factors before a factor that is still zero): they may
-    have an update by weight decay alone, which is smaller than any other.
-    """
-    narrow = [path for path, x in params.items() if jnp.finfo(x.dtype).bits < 32]
-    if not narrow:
-        return None
-    lost = count = jnp.zeros((), jnp.float32)
-    for path in narrow:
-        if updates[path] is None:  # optax leaves this parameter as it is
-            continue
-        moves = (updates[path] != 0) & (grads[path] != 0)
-        count += _number_of(moves)
-        lost += _number_of(moves & (new_params[path] == params[path]))
-    return Mean(lost, count)
-
-
-def _number_of(flags: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Count what is true, as a sum of integers: it is exact, and so the same on every mesh."""
-    if flags.size < 2**31:
-        return jnp.sum(flags, dtype=jnp.int32).astype(jnp.float32)
-    each = jnp.sum(flags, axis=tuple(range(1, flags.ndim)), dtype=jnp.int32)  # of a stack: the layers alone
-    return jnp.sum(each.astype(jnp.float32))
 
 
 def check_optimizer(

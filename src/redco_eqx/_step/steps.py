@@ -40,7 +40,8 @@ from redco_eqx._step.layout import (
     split_rows,
 )
 from redco_eqx._step.mends import for_partitioner
-from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, rounded_away, update
+from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
+from redco_eqx._step.rounding import rounded_away, with_gradient
 from redco_eqx._step.state import (
     EVALUATE,
     PREDICT,
@@ -147,8 +148,9 @@ def train_step(
     The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (the global L2
     norm before the optimizer), and `learning_rate` if the optimizer uses `optax.inject_hyperparams`. If trained
     arrays have fewer than 32 bits, `rounded_away` is the share of their elements that have a gradient and an
-    update, but stay the same number, because the update is too small for them. Above a half, most of the
-    training is lost: keep float32 parameters, and [`cast`][] them in the loss.
+    update, but stay the same number, because the update is too small for them. Of arrays with a million
+    elements or more, it counts a sample: every k-th row or column, the same on every mesh. Above a half, most
+    of the training is lost: keep float32 parameters, and [`cast`][] them in the loss.
 
     **Raises:**
 
@@ -210,6 +212,7 @@ def train_step(
         loss, _, _, grads = differentiate(constrain(params, layout))
         return loss.value, grads
 
+    grads, has_gradient = with_gradient(grads)
     updates, opt_state = update(optimizer, grads, state.opt_state, params, loss.value, value_and_grad)
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
@@ -222,7 +225,7 @@ def train_step(
     learning_rate = learning_rate_of(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
-    lost = rounded_away(params, new_params, updates, grads)
+    lost = rounded_away(params, new_params, updates, has_gradient)
     if lost is not None:
         report["rounded_away"] = lost
     new_state = dataclasses.replace(
