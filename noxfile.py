@@ -37,6 +37,8 @@ def newest_python() -> str:
     return "3.13"  # nox says that it is missing, which is an error in CI
 
 
+CORE = ["-e", ".[checkpoint]"]
+BOTH = [*CORE, "-e", "./models[all]"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -54,16 +56,16 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests, on two processes that share compiled programs."""
-    session.install("-e", ".", *group("tests"))
+    """Run the tests of both packages, on two processes that share compiled programs."""
+    session.install("-e", ".", "-e", "./models", *group("tests"))
     session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare the models with torch and transformers, which also open their files."""
-    session.install("-e", ".[hf]", *group("tests"), *group("parity"))
-    session.run("pytest", "tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.install(*BOTH, *group("tests"), *group("parity"))
+    session.run("pytest", "tests/parity", "models/tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
@@ -76,52 +78,52 @@ def gradients(session: nox.Session) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Try kills, damaged files, full disks, signals: a table of the losses (fewer tries: `-- --reduced`)."""
-    session.install("-e", ".[checkpoint]", *group("tests"))
+    session.install(*CORE, *group("tests"))
     session.run("python", "tests/faults/run.py", *session.posargs)
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
     """Run processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
-    session.install("-e", ".[checkpoint]", "uv")
+    session.install(*CORE, "uv")
     session.run("python", "tests/hosts/run.py", *session.posargs)
 
 
 @nox.session
 def test_examples(session: nox.Session) -> None:
     """Run each example at a tiny size, and compare the result of its training with a baseline."""
-    session.install("-e", ".[all]", *group("tests"), *group("examples"))
+    session.install(*BOTH, *group("tests"), *group("examples"))
     session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
 def long(session: nox.Session) -> None:
     """Run the tests that take longest, which the other sessions leave out."""
-    session.install("-e", ".[all]", *group("tests"), *group("examples"))
+    session.install(*BOTH, *group("tests"), *group("examples"))
     session.run(
-        "pytest", "tests", "tests/examples", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
+        "pytest", "tests", "tests/examples", "models/tests", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
     )
 
 
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run all examples with their defaults: the table and pictures in `examples/`."""
-    session.install("-e", ".[all]", *group("examples"))
+    session.install(*BOTH, *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
 
 
 @nox.session(python=newest_python())
 def newest(session: nox.Session) -> None:
     """Run the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
-    session.install("-e", ".", *group("tests"), *group("types"))
+    session.install("-e", ".", "-e", "./models", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
         session.run("pytest", "tests/step", "tests/checkpoint")
     else:
         session.run("pytest", "-n", "2", "--dist", "worksteal")
-        session.install("-e", ".[hf]", *group("parity"))
-        session.run("pytest", "tests/parity/test_families.py", "-k", "llama or gpt2")
+        session.install(*BOTH, *group("parity"))
+        session.run("pytest", "models/tests/parity/test_families.py", "-k", "llama or gpt2")
         session.run("python", "examples/quickstart.py")
-        session.run("pyright", "src/redco_eqx", "--pythonversion", "3.13")
+        session.run("pyright", "src", "models/src", "--pythonversion", "3.13")
 
 
 @nox.session
@@ -138,14 +140,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check static types with pyright."""
-    session.install("-e", ".[all]", *group("tests"), *group("types"), *group("examples"))
+    session.install(*BOTH, *group("tests"), *group("types"), *group("examples"))
     session.run("pyright", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every block of the site, and build the site with its notebook executed, into `site/`."""
-    session.install("-e", ".[all]", *group("tests"), *group("docs"))
+    session.install(*BOTH, *group("tests"), *group("docs"))
     session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
     session.run(
         "mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
@@ -173,14 +175,14 @@ def build(session: nox.Session) -> None:
 @nox.session
 def aot(session: nox.Session) -> None:
     """Compile steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
-    session.install("-e", ".", "jax[tpu]==0.10.2", *group("tests"))
+    session.install("-e", ".", "-e", "./models", "jax[tpu]==0.10.2", *group("tests"))
     session.run("pytest", "tests/aot", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
-    session.install("-e", ".[checkpoint]")
+    session.install(*BOTH)
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
     session.install("google-parallax")  # another engine of layouts, to compare with
@@ -203,7 +205,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def sharding(session: nox.Session) -> None:
     """Compiles steps of published models at their true sizes: bytes predicted and sent, memory: a table."""
-    session.install("-e", ".")
+    session.install("-e", ".", "-e", "./models")
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
     session.run("python", "benchmarks/sharding.py", *session.posargs)
@@ -212,7 +214,7 @@ def sharding(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Put faults into the core one at a time, and count those that tests see: a table, in an hour or two."""
-    session.install("-e", ".[all]", *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
+    session.install(*BOTH, *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
     for part in session.posargs or ("measure", "run"):
         session.run("python", "benchmarks/mutants.py", part)
 
@@ -235,6 +237,6 @@ def peers(session: nox.Session) -> None:
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Measure the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
-    session.install("-e", ".[all]", "jax[cuda12]", *group("tests"), *group("parity"))
+    session.install(*BOTH, "jax[cuda12]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/aot/test_gpu.py")
     session.run("python", "benchmarks/gpu.py", *session.posargs)

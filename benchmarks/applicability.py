@@ -28,7 +28,7 @@ import optax
 from workloads import next_token_loss, sequence_to_sequence_loss, table
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx._planning.targets import GPUS, TPUS, gib
 
 jax.config.update("jax_platforms", "cpu")

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from workloads import COMPILER_OPTIONS, MIB, Case, Overrides, lower_step, table
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx._parallel.linear import psum, vary
-from redco_eqx.models._families import mixtral
+from redco_eqx_models._families import mixtral
 
 LAYERS, ROWS, LENGTH = 2, 16, 128
 CONFIGS = {

@@ -50,8 +50,8 @@ from jaxtyping import Array, Int, Key
 from workloads import Sizes, family_case, lower_step, table
 
 import redco_eqx as rx
-from redco_eqx.models import LlamaConfig, LlamaForCausalLM, beam_search, generate, load_pretrained
-from redco_eqx.models._blocks.model import unstack
+from redco_eqx_models import LlamaConfig, LlamaForCausalLM, beam_search, generate, load_pretrained
+from redco_eqx_models._blocks.model import unstack
 
 Tokens = Int[Array, "batch num"]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from foreign_models import BUILDERS
 
 import redco_eqx as rx
-from redco_eqx.models._families.registry import read_family
+from redco_eqx_models._families.registry import read_family
 
 ROWS, LENGTH = 16, 128
 

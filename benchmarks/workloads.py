@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import quickstart

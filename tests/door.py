@@ -18,11 +18,11 @@ import optax
 from fit_helpers import BODY, STEP, Normed, collate, compilations, make_examples, predict_fn
 from fit_helpers import scalar_loss as loss_fn
 
-import redco_eqx.models
+import redco_eqx_models
 
 jax.config.update("jax_num_cpu_devices", 8)
 rx: Any = redco_eqx  # no type checker warns of the mistakes
-models: Any = redco_eqx.models
+models: Any = redco_eqx_models
 KEY = jax.random.key(0)
 EXAMPLES = make_examples(16)
 ADAM = optax.adam(1e-2)

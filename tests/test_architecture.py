@@ -11,7 +11,7 @@ from fit_helpers import printed
 from house import rooms
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(rx.__file__).parent

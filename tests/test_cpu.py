@@ -20,7 +20,7 @@ print(len(list(pathlib.Path("/proc/self/task").iterdir())))
 """
 # The gradient of the table of positions and the layers in reverse: both send, and neither waits for the other.
 TRAINING = """
-from redco_eqx import models
+import redco_eqx_models as models
 sizes = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
 sizes |= dict(vocab_size=1024, d_model=256, encoder_ffn_dim=512, decoder_ffn_dim=512)
 sizes |= dict(max_position_embeddings=128)

@@ -10,7 +10,7 @@ import pytest
 from accelerator import ours, plain
 from accelerator.settings import MODELS, SETTINGS, SMALL, flops_per_token, small
 
-from redco_eqx import models
+import redco_eqx_models as models
 
 LLAMA = small(next(x for x in SETTINGS if x.part == "llama"))
 CONFIG = SMALL["LLaMA-7B"]

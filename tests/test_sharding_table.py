@@ -4,7 +4,7 @@ import published
 import pytest
 import sharding
 
-from redco_eqx.models._families.registry import read_family
+from redco_eqx_models._families.registry import read_family
 
 TINY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 

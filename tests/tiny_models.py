@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import filled
 
-from redco_eqx import from_arrays, models, to_arrays
+import redco_eqx_models as models
+from redco_eqx import from_arrays, to_arrays
 from redco_eqx.layers import cross_entropy
-from redco_eqx.models._families.registry import read_family
-from redco_eqx.models._files.names import entries_of
+from redco_eqx_models._families.registry import read_family
+from redco_eqx_models._files.names import entries_of
 
 VOCABULARY, LENGTH, SIDE = 64, 8, 8
 

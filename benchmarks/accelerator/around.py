@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 from . import ours
 from .program import GIB, LEARNING_RATE, measured, peak_gib

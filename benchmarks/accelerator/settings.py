@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-from redco_eqx import models
+import redco_eqx_models as models
 
 Part: TypeAlias = Literal["llama", "paper", "fit", "generation", "loading", "saving", "tests"]
 Precision: TypeAlias = Literal["highest", "float32", "mixed", "bfloat16"]

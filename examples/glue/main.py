@@ -25,7 +25,7 @@ import transformers
 from jaxtyping import Array, Float
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import code_data

@@ -27,7 +27,7 @@ from sklearn.svm import SVC
 from transformers import CLIPTokenizer
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common

@@ -33,7 +33,7 @@ from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer, BartTokenizer, PreTrainedTokenizerFast
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common

@@ -26,7 +26,7 @@ from zoo import BY_NAME
 
 import redco_eqx as rx
 from redco_eqx import _birth as making
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._compiled.communication import Collective, communication
 

@@ -18,7 +18,7 @@ from hosts import harness
 from redco_eqx import _birth as making
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
 from redco_eqx._base.tree import leaves_with_paths
-from redco_eqx.models._families.registry import FAMILIES, PARTS
+from redco_eqx_models._families.registry import FAMILIES, PARTS
 
 KEY = jax.random.key(7)
 

@@ -17,7 +17,7 @@ from classification_regression import main as example
 from glue import main as glue
 from refusals import assert_ends_with_one_line
 
-from redco_eqx import models
+import redco_eqx_models as models
 
 
 def write_tables(directory):

@@ -17,7 +17,7 @@ from refusals import assert_ends_with_one_line
 from safetensors.numpy import load_file
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 TINY = ["--quick", "--length", "64"]
 

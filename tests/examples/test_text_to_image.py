@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 from text_to_image import main as example
 
-from redco_eqx import models
+import redco_eqx_models as models
 
 
 def test_a_caption_is_a_token_for_each_word():

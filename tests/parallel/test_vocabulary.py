@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
-from redco_eqx.models._generate.sampling import largest
+from redco_eqx_models._generate.sampling import largest
 
 ROWS, SIZE, BATCH, LENGTH = 64, 16, 8, 8
 RNG = np.random.default_rng(0)

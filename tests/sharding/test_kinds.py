@@ -14,7 +14,7 @@ import zoo
 from helpers import abstract
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 
 KEY = jax.random.key(0)
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 TENSOR, WHOLE = 4, P()

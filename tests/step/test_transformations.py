@@ -17,7 +17,7 @@ from helpers import KEY, mlp_batch, squared_error
 from jax.sharding import Mesh
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx.errors import ShardingWarning
 
 

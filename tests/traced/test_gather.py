@@ -12,7 +12,7 @@ from fit_helpers import SGD, fail, fit, make_examples, mlp_state, scalar_loss
 from helpers import abstract, assert_close, filled, mesh_of, stepped
 
 import redco_eqx as rx
-from redco_eqx import models
+import redco_eqx_models as models
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Collective, Communication, communication
 from redco_eqx._sharding.mesh import for_use, stored_axes

@@ -1,0 +1,203 @@
+"""Transfer of arrays from files to devices, slice by slice, and from devices to files, one array at a time."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int
+
+from redco_eqx._base.tree import AnyArray, lack_of_value
+from redco_eqx_models._files.names import Entry
+from redco_eqx_models._files.safetensors import NAMES, Record, Stored
+
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""First and last (exclusive) index of each dim."""
+
+NUM_READERS = 8
+"""The number of threads that read the layers of a stack. One alone takes twice as long as sending to a GPU."""
+
+
+def place(
+    entries: Iterable[Entry], found: dict[str, Stored], layout: dict[str, NamedSharding], dtype: np.dtype | None
+) -> dict[str, Array]:
+    """Make the leaves of the entries, by path. Each distinct slice is read once, while the one before it is on
+    its way to its devices, so at most two slices are on the host.
+
+    **Arguments:**
+
+    - `found`: the stored array for each key.
+    - `layout`: the sharding for each path.
+    - `dtype`: the dtype to convert to; by default the one that can represent the stored arrays of all keys of a
+        leaf.
+
+    Raises `ValueError` for a dtype that JAX's configuration does not allow.
+    """
+    made: dict[str, Array] = {}
+    sent: list[Array] = []
+    for entry in entries:
+        kind, sharding, pieces = dtype or _dtype_of(entry, found), layout[entry.path], []
+        devices: dict[Bounds, list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
+            bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index or (), entry.shape))
+            devices.setdefault(bounds, []).append(device)
+        for bounds, group in devices.items():
+            host = _read(entry, found, bounds, kind)
+            jax.block_until_ready(sent)
+            # Devices must not share the host's memory, as they may on CPU.
+            sent = [jax.device_put(host, device, may_alias=False) for device in group]
+            pieces += sent
+        for key in entry.keys:
+            found[key].release()
+        made[entry.path] = jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces, dtype=kind)
+    return made
+
+
+def _dtype_of(entry: Entry, found: Mapping[str, Stored]) -> np.dtype:
+    """Return the dtype that can represent the stored arrays of a leaf."""
+    dtype = functools.reduce(jnp.promote_types, (np.dtype(found[key].dtype) for key in entry.keys))
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"load_pretrained: {entry.path} is float64 in {found[entry.keys[0]].file}. Pass "
+            "dtype=jnp.float32, or call jax.config.update('jax_enable_x64', True)."
+        )
+    return dtype
+
+
+def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+    """Read a slice of a leaf, from each key that stores some of it."""
+    size = entry.shape[-1] if entry.fused else None
+    outer, inner = bounds[: len(entry.numbered)], bounds[len(entry.numbered) :]
+    # The leaf may begin later in the array of the file.
+    inner = (*((first + entry.start, last + entry.start) for first, last in inner[:1]), *inner[1:])
+    if not outer:
+        return _read_key(found[entry.keys[0]], inner, size).astype(dtype, copy=False)
+    whole = np.empty([stop - start for start, stop in bounds], dtype)
+
+    def copy(share: list[tuple[tuple[int, ...], str]]) -> None:
+        for index, key in share:
+            own = tuple(i - start for i, (start, _) in zip(index, outer))
+            if all(start <= i < stop for i, (start, stop) in zip(index, outer)):
+                whole[own] = _read_key(found[key], inner, size)
+
+    places = entry.places
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(copy, [places[i::NUM_READERS] for i in range(NUM_READERS)]))
+    return whole
+
+
+def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
+    """Read a slice of a stored array; beyond its last row it is zeros."""
+    kept = stored.read(tuple(slice(*pair) for pair in bounds))
+    if not bounds or bounds[0][1] <= stored.shape[0]:
+        return kept
+    rows = np.zeros([stop - start for start, stop in bounds], kept.dtype)
+    rows[: len(kept)] = kept
+    return rows
+
+
+def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
+    """Read a slice of a stored array. With `size`, its last dim stands for two, the second of that size."""
+    if size is None:
+        return _read_rows(stored, bounds)
+    *outer, (first, last), (start, stop) = bounds
+    index = tuple(slice(*pair) for pair in outer)
+    if stop - start == size:  # the parts lie side by side
+        whole = stored.read((*index, slice(first * size, last * size)))
+        return whole.reshape(*whole.shape[:-1], last - first, size)
+    rows = (slice(i * size + start, i * size + stop) for i in range(first, last))
+    return np.stack([stored.read((*index, row)) for row in rows], axis=-2)
+
+
+class Piece(NamedTuple):
+    """An array in a file, and its leaf (and place in it), or several leaves, which files store as one."""
+
+    record: Record
+    paths: tuple[str, ...]
+    place: tuple[int, ...]
+
+
+def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
+    """Raise `ValueError` for arrays without numbers, or with a dtype that the format has no name for."""
+    for path, x in arrays.items():
+        if problem := lack_of_value(x):
+            raise ValueError(f"{what}: {path} {problem}. Save the model of the newest state.")
+        if x.dtype.name not in NAMES:
+            raise ValueError(f"{what}: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
+
+
+def common_dtype(arrays: dict[str, AnyArray]) -> str:
+    """Return the name of the dtype that can represent all the given dtypes."""
+    return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
+
+
+def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
+    """Return the pieces to write, layer by layer also if layers are stacked."""
+    pieces: dict[str, Piece] = {}
+    for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
+        places = [(entry, index, key) for entry in group for index, key in entry.places]
+        for entry, index, key in places if stack is None else sorted(places, key=lambda place: place[1][0]):
+            dtype, paths = np.dtype(arrays[entry.path].dtype), (entry.path,)
+            if before := pieces.get(key):  # files store both as one
+                dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
+                paths = (*before.paths, entry.path)
+            pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, index)
+    return list(pieces.values())
+
+
+def write_together(
+    what: str,
+    directory: Path,
+    pieces: Iterable[Piece],
+    arrays: dict[str, AnyArray],
+    write: Callable[[Iterator[np.ndarray]], object],
+) -> None:
+    """Fetch the pieces one by one, and pass them to `write` on process 0. All processes must call this.
+
+    An error in `write` is raised again. The other processes raise it as a `RuntimeError`.
+    """
+    fetched = (_fetch(arrays, piece) for piece in pieces)
+    error = None
+    try:
+        if jax.process_index() == 0:
+            write(fetched)
+    except Exception as caught:
+        error = caught
+    if jax.process_count() > 1:
+        for _ in fetched:  # every process takes part in each fetch, even if process 0 cannot write
+            pass
+        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
+            raise RuntimeError(f"{what}: process 0 could not write {directory}; its error says why.")
+    if error is not None:
+        raise error
+
+
+def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
+    found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
+    whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
+    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows
+    return whole[rows].reshape(piece.record.shape)
+
+
+def _fetch_one(x: Any, index: tuple[int, ...]) -> np.ndarray:
+    if isinstance(x, np.ndarray):
+        return x[index]
+    # JAX keeps a host copy with its array, so fetch from a temporary copy on the devices.
+    x = _take(x, index) if index else jnp.copy(x)
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+@jax.jit
+def _take(x: Array, index: tuple[Int[Array, ""], ...]) -> Array:
+    for i in index:
+        x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return x
