@@ -168,6 +168,33 @@ def test_a_signal_while_the_reader_hangs_saves(
     assert_same(resumed, fit(None, EXAMPLES, num_epochs=3))
 
 
+def test_a_signal_before_the_reader_hangs_saves(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes between two batches, while a row is logged."""
+    monkeypatch.setattr(course, "PATIENCE_SECONDS", 0.5)
+    is_over = threading.Event()
+
+    def hook(run: Any, row: Any, state: Any) -> None:
+        if run.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    examples = rx.Data(EXAMPLES, prefetch=0)
+    arguments: Any = {
+        "collate_fn": Collate(5, lambda: is_over.wait(60)),
+        "checkpoints": tmp_path,
+        "num_epochs": 3,
+        "hook": hook,
+        "log_every": 1,
+    }
+    began = time.monotonic()
+    error = raised(rx.errors.TrainingInterrupted, fit, None, examples, **arguments)
+    seconds = time.monotonic() - began
+    is_over.set()
+    assert seconds < 30
+    assert tiny.steps_in(tmp_path)[-1] == error.step == 4
+
+
 FORKING = """
 import os, signal, time
 from fit_helpers import Collate, counted

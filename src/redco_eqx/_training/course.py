@@ -297,6 +297,9 @@ class InterruptFlag:
             while True:
                 self._is_waiting = can_end_alone
                 try:
+                    if self.signal:
+                        # It came since the last item, perhaps while the state was saved.
+                        self._limit_waiting()
                     item = next(items, None)
                 finally:
                     self._is_waiting = False
@@ -320,6 +323,10 @@ class InterruptFlag:
         # also end a program that is stuck outside Python.
         self.__exit__()
         _ignore_for(signum, REPEAT_SECONDS)
+        self._limit_waiting()
+
+    def _limit_waiting(self) -> None:
+        """Give the item that `end_early` waits for, if it does, `PATIENCE_SECONDS`."""
         if self._is_waiting and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.signal(signal.SIGALRM, _raise_reader_hangs)
             signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
