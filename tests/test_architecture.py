@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import inspect
 import pathlib
 import re
@@ -11,13 +12,18 @@ from fit_helpers import printed
 from house import rooms
 
 import redco_eqx as rx
-import redco_eqx_models as models
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGE = pathlib.Path(rx.__file__).parent
-TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+PACKAGES = {"redco_eqx": ROOT / "src/redco_eqx", "redco_eqx_models": ROOT / "models/src/redco_eqx_models"}
+# The files of both packages. Those of the second one stand below `models`.
+TEXTS = {
+    pathlib.Path("models" if name == "redco_eqx_models" else "") / path.relative_to(package): path.read_text()
+    for name, package in PACKAGES.items()
+    for path in sorted(package.rglob("*.py"))
+}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 CORE = [path for path in TEXTS if path.parts[0] != "models"]
+MODELS = [path for path in TEXTS if path.parts[0] == "models"]
 # What only re-exports, by name.
 FACES = [pathlib.Path(f"{name}.py") for name in ("__init__", "errors", "layers", "types", "models/__init__")]
 INSIDE = [path for path in TEXTS if path not in FACES]
@@ -43,16 +49,21 @@ def modules(path: pathlib.Path) -> set[tuple[str, ...]]:
             found |= {tuple(alias.name.split(".")) for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             parts = tuple((node.module or "").split("."))
-            is_ours = parts[0] == "redco_eqx"
             inside = [(*parts, alias.name) for alias in node.names]
-            is_file = [is_ours and pathlib.Path(*x[1:]).with_suffix(".py") in TEXTS for x in inside]
+            is_file = [parts[0] in PACKAGES and in_table(x).with_suffix(".py") in TEXTS for x in inside]
             found |= {x if known else parts for x, known in zip(inside, is_file)}
     return found
 
 
+def in_table(parts: tuple[str, ...]) -> pathlib.Path:
+    """The path in `TEXTS` of a module of one of the packages."""
+    return pathlib.Path("models" if parts[0] == "redco_eqx_models" else "", *parts[1:])
+
+
 def imported(path: pathlib.Path) -> set[tuple[str, ...]]:
-    """Each module of the package that a file imports, as its parts below `redco_eqx`."""
-    return {parts[1:] for parts in modules(path) if parts[0] == "redco_eqx"}
+    """Each module of its own package that a file imports, as its parts below the package."""
+    own = "redco_eqx_models" if path.parts[0] == "models" else "redco_eqx"
+    return {in_table(parts).parts for parts in modules(path) if parts[0] == own}
 
 
 def test_a_room_imports_what_its_row_says_and_stands_above_it():
@@ -62,6 +73,53 @@ def test_a_room_imports_what_its_row_says_and_stands_above_it():
         assert row <= set(list(table)[:i]), f"{room} imports {row}, which are not all above it"
         arrows = {room_of(x) for path in INSIDE if room_of(path) == room for x in imported(path)} - {room}
         assert arrows == row, room
+
+
+def test_the_second_package_uses_only_public_names_of_the_core():
+    """What it can do, every other library can."""
+    public = {
+        "redco_eqx": set(rx.__all__),
+        **{f"redco_eqx.{name}": set(vars(getattr(rx, name))) for name in ("errors", "layers", "types")},
+    }
+    for path in MODELS:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Import):
+                assert not [x.name for x in node.names if x.name.startswith("redco_eqx.")], path
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "redco_eqx":
+                assert node.module in public, f"{path}: {node.module}"
+                assert {x.name for x in node.names} <= public[node.module], path
+
+
+def test_the_core_imports_nothing_of_the_second_package():
+    assert [path for path in CORE if "redco_eqx_models" in TEXTS[path]] == []
+
+
+FAMILIES = re.compile(r"(?i)hugging|safetensors|transformers|diffusers|llama|gpt-?2|load_pretrained|\bpeft\b")
+KNOWN = {
+    "_base/protocols.py": ["Hugging"],  # a dataset, which is one kind of examples
+    "_data/batches.py": ["Hugging"],
+    "_data/data.py": ["Hugging"],
+    "_data/streams.py": ["Hugging", "Hugging"],  # a stream that keeps its own position
+}
+
+
+def test_the_core_names_no_family_and_no_file_format_of_models():
+    found = {str(path): FAMILIES.findall(TEXTS[path]) for path in CORE}
+    assert {path: names for path, names in found.items() if names} == KNOWN
+
+
+def test_the_table_of_names_is_the_list_of_imports():
+    """The face of the core has two lists: imports for type checkers, and a table for the program."""
+    tree = TREES[pathlib.Path("__init__.py")]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    listed = {
+        (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    table = {(f"redco_eqx.{home}", name) for name, home in rx._HOME_OF.items()}
+    assert listed == table | {("redco_eqx", name) for name in rx._MODULES}
 
 
 def test_files_do_not_import_each_other_in_a_circle():
@@ -151,7 +209,7 @@ def test_a_fit_and_the_path_rules_load_what_they_use():
 
 
 def test_public_names_are_sorted_and_documented():
-    for module in (rx, models):
+    for module in (rx, importlib.import_module("redco_eqx_models")):
         assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
         for name in module.__all__:
             thing = getattr(module, name)

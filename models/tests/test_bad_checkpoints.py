@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,9 +148,3 @@ def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
         ({"pad_vocabulary_to": 0}, "pad_vocabulary: multiple=0, but it must be positive"),
     ]
     assert_refused(lambda arguments: load_pretrained(tmp_path, **arguments), cases)
-
-
-def test_without_safetensors(tmp_path, monkeypatch):
-    write(tmp_path, "gpt2", make_arrays("gpt2"))
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    raised(ImportError, load_pretrained, tmp_path, match=r'pip install "redco_eqx\[hf\]"')

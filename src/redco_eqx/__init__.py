@@ -1,8 +1,6 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
 import importlib
-import pathlib
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,20 +44,49 @@ if TYPE_CHECKING:
     from redco_eqx._training.loggers import ConsoleLogger as ConsoleLogger
     from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
 
-# The imports above are the only list of the public names. A name is imported when it is first used, so that a
-# program loads only the modules that it needs (https://scientific-python.org/specs/spec-0001).
-_IMPORT = re.compile(r"^    from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
-_HOMES = {name: home for home, name in _IMPORT.findall(pathlib.Path(__file__).read_text("utf-8"))}
+# A name is imported when it is first used, so that a program loads only the modules that it needs
+# (https://scientific-python.org/specs/spec-0001). Type checkers and editors read the imports above; the program
+# reads this table, because the text of a module may not be there (in a zip file, or compiled alone). A test
+# compares the two.
+_MODULES = ("errors", "layers", "types")
+_NAMES_IN = {
+    "_base.protocols": ("Mean", "split_activations"),
+    "_base.tree": ("by_path", "cast", "from_arrays", "to_arrays"),
+    "_birth": ("init_model",),
+    "_checkpoint.checkpoints": ("Checkpoints", "save"),
+    "_checkpoint.record": ("list_checkpoints",),
+    "_checkpoint.restore": ("restore",),
+    "_compiled.communication": ("communication",),
+    "_data.batches": ("batches",),
+    "_data.data": ("Data", "Stream"),
+    "_distributed.initialize": ("initialize_distributed",),
+    "_planning.plan": ("plan",),
+    "_sharding.kinds": ("parameter_kinds",),
+    "_sharding.mesh": ("batch_sharding", "make_mesh"),
+    "_sharding.rules": ("explain", "shard_rules"),
+    "_step.init": ("init_state",),
+    "_step.state": ("TrainState",),
+    "_step.steps": ("eval_step", "jit_step", "predict_step", "train_step"),
+    "_step.window": ("skip_nonfinite",),
+    "_training.evaluation": ("Evaluation", "evaluate", "predict"),
+    "_training.fit": ("fit", "num_train_steps"),
+    "_training.loggers": ("ConsoleLogger", "JSONLLogger"),
+}
+_HOME_OF = {name: home for home, names in _NAMES_IN.items() for name in names}
 
-__all__ = sorted(_HOMES, key=lambda name: (name[0].islower(), name))  # pyright: ignore[reportUnsupportedDunderAll]
+# Classes before functions and modules, each in alphabetical order.
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    [*_MODULES, *_HOME_OF], key=lambda name: (name[0].islower(), name)
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == __name__:
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
+    value = globals()[name] = getattr(home, name)
     return value
 
 

@@ -1,7 +1,16 @@
 """Building blocks of layers, with built-in communication over `tensor`, and with remat."""
 
+from redco_eqx._parallel.activations import ActivationAxes, activation_axes
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx._parallel.vocabulary import cross_entropy, embed
 
-__all__ = ["column", "cross_entropy", "embed", "row", "scan_layers"]
+__all__ = [
+    "ActivationAxes",
+    "activation_axes",
+    "column",
+    "cross_entropy",
+    "embed",
+    "row",
+    "scan_layers",
+]

@@ -13,9 +13,11 @@ from redco_eqx._checkpoint.checkpoints import CheckpointWriter as CheckpointWrit
 from redco_eqx._checkpoint.record import CheckpointInfo as CheckpointInfo
 from redco_eqx._checkpoint.runs import RunRecord as RunRecord
 from redco_eqx._data.batches import Batches as Batches
+from redco_eqx._parallel.linear import Remat as Remat
 from redco_eqx._planning.plan import MeshPlan as MeshPlan
 from redco_eqx._sharding.explanation import Decision as Decision
 from redco_eqx._sharding.explanation import Explanation as Explanation
+from redco_eqx._sharding.rules import Overrides as Overrides
 from redco_eqx._step.steps import JittedStep as JittedStep
 from redco_eqx._step.window import StepFn as StepFn
 from redco_eqx._training.course import Hook as Hook

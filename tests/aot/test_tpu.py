@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 from zoo import BY_NAME
 
 import redco_eqx as rx
-from redco_eqx import _birth as making
 import redco_eqx_models as models
+from redco_eqx import _birth as making
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._compiled.communication import Collective, communication
 

@@ -278,5 +278,5 @@ def test_fit_warns_once_of_lost_updates(name: str, num_steps: int) -> None:
     assert len(found) == is_lost
     for message in found:
         assert f"layers.0.weight ({np.dtype(dtype).name})" in message
-        assert "dtype=np.float32" in message
+        assert "rx.cast(model, np.float32) before init_state" in message
     assert ("train/rounded_away" in history.rows[0]) == (dtype != jnp.float32)

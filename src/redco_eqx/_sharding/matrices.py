@@ -191,7 +191,7 @@ def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
     out = getattr(node.value, "out_features", None if bias is None else bias.shape[-1])
     if first != second and out in (first, second):
         return out == first
-    # GPT-2 calls a Linear that is stored (in, out) a Conv1D.
+    # Some models call a Linear that is stored (in, out) a Conv1D, which is what it was in the first of them.
     return weight.name == "weight" and type(node.value).__name__ != "Conv1D"
 
 

@@ -152,8 +152,8 @@ class Rounding:
         warnings.warn(
             f"fit: rounding loses {float(lost):.0%} of the updates: they are too small for the trained arrays "
             f"of fewer than 32 bits, {first_few(narrow, most=3)}, which stay the same. Train float32 "
-            "parameters, and cast them in the loss: load_pretrained(..., dtype=np.float32), or rx.cast(model, "
-            "np.float32) before init_state, and model = rx.cast(model, jnp.bfloat16) in loss_fn.",
+            "parameters, and cast them in the loss: model = rx.cast(model, np.float32) before init_state (or "
+            "load float32 arrays), and model = rx.cast(model, jnp.bfloat16) in loss_fn.",
             stacklevel=2,
         )
 

@@ -7,12 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
-from redco_eqx._sharding.mesh import AXES
+from redco_eqx.layers import ActivationAxes, activation_axes
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.dropout import drops
 from redco_eqx_models._blocks.layers import capped
 
@@ -133,11 +132,13 @@ def flash_attention(
     - `causal`: true if a token sees only the tokens up to itself.
     - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
     """
-    mesh = traced_mesh(query, key, value)
-    if mesh is None or query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
+    if query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
         return None
-    spec, device = _spec(mesh, query, key), mesh.abstract_device
-    if spec is None or device is None or device.platform != "gpu":
+    axes = activation_axes(query, key, value, num_rows=query.shape[0], num_heads=key.shape[2])
+    if axes is None or not _splits_evenly(axes):
+        return None
+    device = axes.mesh.abstract_device
+    if device is None or device.platform != "gpu":
         return None
     own = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn")
     try:
@@ -146,17 +147,17 @@ def flash_attention(
         return None
     if not _is_recent(device.device_kind):
         return None
-    if mesh.size == 1:
+    if axes.mesh.size == 1:
         return own(query, key, value)
-    return jax.shard_map(own, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)(query, key, value)
+    spec = PartitionSpec(axes.rows, None, axes.heads)
+    return jax.shard_map(own, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec)(query, key, value)
 
 
-def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
-    """Split rows over the axes of the batch, and heads over `tensor`; `None` if one does not divide evenly."""
-    rows = batch_axes(mesh, query.shape[0])
-    if rows is None or key.shape[2] % tensor_size(mesh) or not set(mesh.axis_names) <= set(AXES):
-        return None
-    return PartitionSpec(rows, None, "tensor" if "tensor" in mesh.shape else None)
+def _splits_evenly(axes: ActivationAxes) -> bool:
+    """Return true if rows and heads divide evenly, and no other axis of the mesh has a say."""
+    splits_heads = axes.heads is not None or "tensor" not in axes.mesh.shape
+    others = set(axes.mesh.axis_names) - {*(axes.rows or ()), "tensor"}
+    return axes.rows is not None and splits_heads and not others
 
 
 def _is_recent(device_kind: str) -> bool:

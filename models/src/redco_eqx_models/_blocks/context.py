@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import column, row
-from redco_eqx._parallel.vocabulary import embed
+from redco_eqx.layers import column, embed, row
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import Implementation, Scoring, attend
 from redco_eqx_models._blocks.dropout import dropout, drops
 from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding

@@ -9,17 +9,18 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._base.tree import is_array, path_of
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.context import Bias, Cache, Context, Hidden, Ids, Memory
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.layers import Embedding, Linear, TiedHead
 from redco_eqx_models._blocks.lora import LoRA
 from redco_eqx_models._blocks.model import Model, Options, count_layers, make_context, run_layers
+from redco_eqx_models._leaves import path_of
 
 M = TypeVar("M", bound=Model)
 
@@ -172,7 +173,9 @@ class Decoder(Model):
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
         """Apply the head to hidden states."""
         head = self.head
-        return jnp.einsum("...i,oi->...o", hidden, head) if is_array(head) else head(hidden)
+        if isinstance(head, jax.Array | np.ndarray):
+            return jnp.einsum("...i,oi->...o", hidden, head)
+        return head(hidden)
 
     def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
         """Make an empty cache with room for `num_slots` tokens in each row."""

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.layers import LayerNorm, RMSNorm
 
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks import layers
 from redco_eqx_models._blocks.config import BaseConfig, Labels
 from redco_eqx_models._blocks.context import Context, Hidden, LayerCache, LayerOutput

@@ -1,7 +1,6 @@
 """Models that read a whole input and write a text: an encoder, and a decoder with cross-attention."""
 
 import abc
-import functools
 import itertools
 from typing import Any, Unpack
 
@@ -11,10 +10,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, PyTree
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import column, tensor_size, traced_mesh
-from redco_eqx._parallel.scan import keep_products_and_row_out
-from redco_eqx._sharding.mesh import axis_size
+from redco_eqx.layers import activation_axes, column, scan_layers
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.context import Cache, Hidden, Ids, Memory
 from redco_eqx_models._blocks.decoder import Decoder, Reading
@@ -64,17 +61,24 @@ class EncoderDecoder(Decoder):
     def memorise(self, hidden: Float[Array, "b s size"], mask: Bool[Array, "b s"]) -> Memory:
         """Return keys and values of the decoder's cross-attention for `encoder_states`."""
         layers, size = self.layers, self.config.head_size
-        mesh = traced_mesh(layers, hidden)
-        project = functools.partial(column, unit=size, sequence_parallel=self.sequence_parallel)
-        if mesh is not None and axis_size(mesh, "fsdp") > 1:  # gathered weights are not kept
-            project = eqx.filter_checkpoint(project, policy=keep_products_and_row_out)
-        if not isinstance(layers, list) and tensor_size(mesh) == 1:
+        axes = activation_axes(layers, hidden, num_rows=hidden.shape[0])
+
+        def project(hidden: Array, *projections: PyTree) -> tuple[Array, ...]:
+            def one(own: tuple[PyTree, ...], hidden: Any) -> Any:
+                return column(hidden, *own, unit=size, sequence_parallel=self.sequence_parallel)
+
+            # As a single layer of `scan_layers`, which keeps no gathered weights for the backward pass.
+            found: Any = scan_layers(one, [projections], hidden, batched=None)
+            return found
+
+        is_split = axes is not None and axes.mesh.shape.get("tensor", 1) > 1
+        if not isinstance(layers, list) and not is_split:
             arrays, static = eqx.partition(self.cross_projections(layers), eqx.is_array)
 
             def of_layer(own: Any) -> Any:
                 return project(hidden, *eqx.combine(own, static))
 
-            if mesh is None:
+            if axes is None:
                 # One product for all layers, whose gradient is one sum, as `tensor` needs it.
                 outputs = jax.vmap(of_layer)(arrays)
             else:

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import batch_axes, check_sequence, psum, tensor_size, traced_mesh, vary
+from redco_eqx.layers import activation_axes
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.context import Hidden
 
 Activation: TypeAlias = Callable[[Array], Array]
@@ -84,26 +84,36 @@ def mix_experts(
             output = mix(*whole, *matrices)
             return jax.lax.psum_scatter(output, "tensor", scatter_dimension=1, tiled=True), chosen
         if is_split:
-            x, weights = vary(x, "tensor"), vary(weights, "tensor")
+            # Their gradients are then summed over the shards once, at the end.
+            x, weights = (jax.lax.pcast(y, "tensor", to="varying") for y in (x, weights))
         output = mix(x, weights, chosen, *matrices)
-        return psum(output, "tensor") if is_split else output, chosen
+        return jax.lax.psum(output, "tensor") if is_split else output, chosen
 
     matrices = gate.weight, up.weight, down.weight
-    mesh = traced_mesh(x, matrices)
-    is_split = tensor_size(mesh) > 1 and down.in_features % tensor_size(mesh) == 0
+    axes = activation_axes(x, matrices, num_rows=x.shape[0], num_heads=down.in_features)
+    is_split = axes is not None and axes.num_head_shards > 1
     sequence_parallel = sequence_parallel and is_split
-    if mesh is None or mesh.size == 1:
+    if axes is None or axes.mesh.size == 1:
         output, chosen = body(x, probabilities, *matrices)
     else:
         if sequence_parallel:
-            check_sequence("mix_experts", x, mesh)
-        inner = PartitionSpec(batch_axes(mesh, x.shape[0]), "tensor" if sequence_parallel else None)
+            _check_length(x, axes.num_head_shards)
+        inner = PartitionSpec(axes.rows, "tensor" if sequence_parallel else None)
         axis = "tensor" if is_split else None
         column, row = PartitionSpec(None, axis), PartitionSpec(None, None, axis)
         output, chosen = jax.shard_map(
-            body, mesh=mesh, in_specs=(inner, inner, column, column, row), out_specs=(inner, inner)
+            body, mesh=axes.mesh, in_specs=(inner, inner, column, column, row), out_specs=(inner, inner)
         )(x, probabilities, *matrices)
     return checkpoint_name(output, "row_out"), chosen
+
+
+def _check_length(x: Hidden, num_shards: int) -> None:
+    if x.shape[1] % num_shards:
+        raise ValueError(
+            f"mix_experts: sequence_parallel=True splits dim 1 of (batch, length, features) over "
+            f"tensor={num_shards}, but the input has shape {tuple(x.shape)}. Pad the length to a multiple of "
+            f"{num_shards}, or pass sequence_parallel=False."
+        )
 
 
 def in_groups(

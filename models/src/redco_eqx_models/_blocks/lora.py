@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._base.tree import path_of
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.layers import Linear
+from redco_eqx_models._leaves import path_of
 
 M = TypeVar("M", bound=eqx.Module)
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._base.tree import to_arrays
-from redco_eqx._parallel.linear import Remat
-from redco_eqx._parallel.scan import scan_layers
+from redco_eqx import to_arrays
+from redco_eqx.layers import scan_layers
+from redco_eqx.types import Key, Remat
 from redco_eqx_models._blocks.attention import Implementation
 from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.context import Cache, Context, Hidden, Ids, Memory
@@ -236,9 +235,9 @@ def unstack(layers: PyTree) -> list[PyTree]:
 
 
 def _is_foreign(x: object) -> bool:
-    """True for a module of neither this library nor Equinox: it may depend on more than its arrays, or store
+    """True for a module of neither these libraries nor Equinox: it may depend on more than its arrays, or store
     values."""
-    own = ("redco_eqx", "equinox")
+    own = ("redco_eqx", "redco_eqx_models", "equinox")
     return isinstance(x, eqx.Module) and type(x).__module__.partition(".")[0] not in own
 
 

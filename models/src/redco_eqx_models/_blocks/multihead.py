@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import split_heads
 from redco_eqx_models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx_models._blocks.layers import Linear, make_linears

@@ -14,8 +14,7 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel.linear import batch_axes, traced_mesh
-from redco_eqx._sharding.mesh import axis_size
+from redco_eqx.layers import activation_axes
 from redco_eqx_models._blocks.config import Json
 from redco_eqx_models._blocks.layers import Embedding
 
@@ -248,10 +247,9 @@ def relative_bias(
 
 
 def _for_each_part(weight: Float[Array, "buckets heads"], batch_size: int) -> Float[Array, "n buckets heads"]:
-    mesh = traced_mesh(weight)
-    axes = None if mesh is None else batch_axes(mesh, batch_size)
-    if mesh is None or not axes:
+    axes = activation_axes(weight, num_rows=batch_size)
+    if axes is None or axes.rows is None:
         return weight[None]
-    parts = jnp.broadcast_to(weight, (axis_size(mesh, axes), *weight.shape))
-    spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * 2)
-    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+    parts = jnp.broadcast_to(weight, (axes.num_row_shards, *weight.shape))
+    spec = PartitionSpec(axes.rows, *[PartitionSpec.UNCONSTRAINED] * 2)
+    return jax.lax.with_sharding_constraint(parts, NamedSharding(axes.mesh, spec))

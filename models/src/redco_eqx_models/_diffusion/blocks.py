@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import Remat, column, row
-from redco_eqx._parallel.scan import scan_layers
+from redco_eqx.layers import column, row, scan_layers
+from redco_eqx.types import Key, Remat
 from redco_eqx_models._blocks.attention import Implementation, attend, split_heads
 from redco_eqx_models._blocks.context import Hidden
 from redco_eqx_models._blocks.dropout import split_key

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.model import Options
 from redco_eqx_models._diffusion.blocks import Given, MakeResnet, PixelAttention, Stage
 from redco_eqx_models._diffusion.layers import Conv, GroupNorm, ResnetBlock

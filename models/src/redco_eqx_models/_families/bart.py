@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config
 from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx_models._blocks.decoder import DecoderLM, make_head

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks import layers
 from redco_eqx_models._blocks.config import Config
 from redco_eqx_models._blocks.context import Context, Hidden, Ids

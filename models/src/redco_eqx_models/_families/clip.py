@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config
 from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx_models._blocks.encoder import encode_tokens

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import Scoring, split_heads
 from redco_eqx_models._blocks.config import Config
 from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput

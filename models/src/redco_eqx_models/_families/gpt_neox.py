@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import split_heads
 from redco_eqx_models._blocks.config import Config, Json
 from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.context import Context, Hidden, Ids
 from redco_eqx_models._blocks.decoder import Reading
 from redco_eqx_models._blocks.experts import ExpertMatrix, mix_experts, routing_sums

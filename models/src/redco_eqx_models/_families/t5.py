@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config, Json
 from redco_eqx_models._blocks.context import Bias, Context, Hidden, Ids, LayerCache, LayerOutput
 from redco_eqx_models._blocks.decoder import make_head

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.model import Options
 from redco_eqx_models._diffusion.blocks import Given, MakeAttention, SpatialTransformer, Stage

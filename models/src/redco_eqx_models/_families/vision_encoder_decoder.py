@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import BaseConfig, Json
 from redco_eqx_models._blocks.context import Context, Hidden, Ids
 from redco_eqx_models._blocks.encoder_decoder import EncoderDecoder

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.context import Context, Hidden
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers

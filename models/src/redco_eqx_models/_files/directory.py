@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from redco_eqx._paths import local_path
 from redco_eqx_models._blocks.config import Json
+from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.safetensors import read_metadata
 
 CONFIG = "config.json"

@@ -73,7 +73,9 @@ class ImageProcessor:
         try:
             import PIL.Image
         except ImportError as error:
-            raise ImportError('Images need Pillow. Install it with: pip install "redco_eqx[hf]"') from error
+            raise ImportError(
+                'Images need Pillow. Install it with: pip install "redco_eqx_models[pillow]"'
+            ) from error
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
                 raise ValueError(

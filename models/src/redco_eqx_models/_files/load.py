@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._base.tree import first_few, is_array, leaves_with_paths, to_arrays, to_paths
-from redco_eqx._parallel.linear import Remat
-from redco_eqx._sharding.mesh import axis_size, num_batch_shards, one_device_mesh
-from redco_eqx._sharding.rules import Overrides, shard_rules
+from redco_eqx import make_mesh, shard_rules, to_arrays
+from redco_eqx.types import Key, Overrides, Remat
 from redco_eqx_models._blocks.attention import Implementation
 from redco_eqx_models._blocks.config import BaseConfig, Json
 from redco_eqx_models._blocks.decoder import check_can_pad, pad_vocabulary
@@ -42,6 +40,7 @@ from redco_eqx_models._files.names import Entry, count_stored, entries_of, list_
 from redco_eqx_models._files.pieces import place
 from redco_eqx_models._files.rename import hint_of_beginning, rename_keys
 from redco_eqx_models._files.safetensors import NAMES, Stored, open_file
+from redco_eqx_models._leaves import first_few, path_of, shardings_by_path
 
 
 def load_pretrained(
@@ -120,7 +119,6 @@ def load_pretrained(
         that fits no key, or gives two keys one name. Errors about arguments and `config.json` are raised before
         any weight is read.
     - `OSError` if other programs keep saving to the directory. After one save during the load, it reads again.
-    - `ImportError` without the package safetensors.
     """
     directory = local_directory("load_pretrained", directory)
     kind = None if dtype is None else _check_dtype(dtype)
@@ -141,10 +139,10 @@ def load_pretrained(
     _check_layers(directory, config, make_model, make, stored)
     model = make(stacked)
     if mesh is None:
-        mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
+        mesh = make_mesh(devices=list(jnp.zeros(()).devices()))
     # No option changes the layout, but cuDNN's attention cannot be traced without a GPU.
-    traced = make(stacked, Options(attention="xla")) if axis_size(mesh, "tensor") > 1 else model
-    layout = to_paths(_layout(traced, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
+    traced = make(stacked, Options(attention="xla")) if mesh.shape.get("tensor", 1) > 1 else model
+    layout = shardings_by_path(_layout(traced, mesh, overrides))
     stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
     found = _find(directory, stored, stored_leaves, model, may_lack=may_lack)
     buffers = [entry for entry in stored_leaves if entry.path in make_model.buffers]
@@ -155,13 +153,18 @@ def load_pretrained(
     lacking = {entry.path: layout[entry.path] for entry in others if entry.path not in arrays}
     if lacking and key is not None:
         arrays |= _make_anew(lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key)
-    leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
-    return jax.tree.unflatten(jax.tree.structure(model), leaves)
+
+    def loaded(keypath: KeyPath, x: Any) -> Any:
+        is_array = isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray)
+        return arrays[path_of(keypath)] if is_array else x
+
+    return jax.tree_util.tree_map_with_path(loaded, model)
 
 
 def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
     """Return `shard_rules` for the model's program, or by names if it has no example or `tensor` is 1."""
-    batch = model.example(8 * num_batch_shards(mesh)) if axis_size(mesh, "tensor") > 1 else None
+    num_rows = 8 * mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
+    batch = model.example(num_rows) if mesh.shape.get("tensor", 1) > 1 else None
     if batch is None:
         return shard_rules(model, mesh, overrides=overrides)
 

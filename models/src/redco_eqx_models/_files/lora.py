@@ -15,10 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from redco_eqx._base.tree import first_few, path_of, to_arrays, to_paths
-from redco_eqx._paths import local_path
-from redco_eqx._sharding.mesh import one_device_mesh
-from redco_eqx._sharding.rules import shard_rules
+from redco_eqx import make_mesh, shard_rules, to_arrays
 from redco_eqx_models._blocks.decoder import DecoderLM
 from redco_eqx_models._blocks.layers import Linear
 from redco_eqx_models._blocks.lora import LoRA, add_lora, beside
@@ -27,9 +24,11 @@ from redco_eqx_models._files.directory import ADAPTER_CONFIG as CONFIG
 from redco_eqx_models._files.directory import file_in_force, local_directory, read_json, single, unchanged
 from redco_eqx_models._files.exchange import begin, tidied_after_error
 from redco_eqx_models._files.names import Entry, entries_of
+from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.pieces import check_arrays, pieces_of, place, write_together
 from redco_eqx_models._files.safetensors import NAMES, Stored, open_file, write_file
 from redco_eqx_models._files.writer import only_writer
+from redco_eqx_models._leaves import first_few, path_of, shardings_by_path
 
 M = TypeVar("M", bound=Model)
 
@@ -146,7 +145,6 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
         PiSSA, aLoRA, trained biases, several ranks), keys that are not LoRA's, projections that the model does
         not have, wrong shapes, or branches in only some of the stacked layers. Also for a directory that is an
         address (`gs://bucket`).
-    - `ImportError` without the package safetensors.
     """
     directory = local_directory("load_lora", directory)
     read = functools.partial(_read_directory, directory)
@@ -161,7 +159,7 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     )
     entries = {entry.path: entry for entry in entries_of(abstract) if _FACTOR.search(entry.path)}
     _check(directory / WEIGHTS, entries, named)
-    layout = to_paths(shard_rules(abstract, _mesh(model)), is_leaf=lambda x: isinstance(x, NamedSharding))
+    layout = shardings_by_path(shard_rules(abstract, _mesh(model)))
     arrays = place(entries.values(), named, layout, None)
 
     def branch(path: str, linear: Linear) -> LoRA:
@@ -239,4 +237,4 @@ def _mesh(model: Model) -> Mesh:
     x = next(iter(to_arrays(model).values()))
     if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
         return x.sharding.mesh
-    return one_device_mesh(next(iter(x.devices())))
+    return make_mesh(devices=list(x.devices())[:1])

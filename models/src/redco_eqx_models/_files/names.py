@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from redco_eqx._base.tree import first_few, join, to_arrays
+from redco_eqx import to_arrays
 from redco_eqx_models._blocks.decoder import is_vocabulary
 from redco_eqx_models._blocks.model import Model
+from redco_eqx_models._leaves import first_few
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Old names of norms' arrays, in files converted from TensorFlow."""
@@ -88,7 +89,9 @@ def entries_of(model: Model) -> list[Entry]:
 
 def _key(path: str, model: Model) -> str:
     module, _, array = path.rpartition(".")
-    return join(model.in_first_layer[module], array) if module in model.in_first_layer else path
+    if module not in model.in_first_layer:
+        return path
+    return f"{model.in_first_layer[module]}.{array}".removeprefix(".")
 
 
 def _joined(path: str, model: Model) -> tuple[str, list[str]]:

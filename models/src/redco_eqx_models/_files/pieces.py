@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from redco_eqx._base.tree import AnyArray, lack_of_value
 from redco_eqx_models._files.names import Entry
 from redco_eqx_models._files.safetensors import NAMES, Record, Stored
 
@@ -124,21 +124,30 @@ class Piece(NamedTuple):
     place: tuple[int, ...]
 
 
-def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
+def check_arrays(what: str, arrays: dict[str, Array]) -> None:
     """Raise `ValueError` for arrays without numbers, or with a dtype that the format has no name for."""
     for path, x in arrays.items():
-        if problem := lack_of_value(x):
+        if problem := _lack_of_value(x):
             raise ValueError(f"{what}: {path} {problem}. Save the model of the newest state.")
         if x.dtype.name not in NAMES:
             raise ValueError(f"{what}: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
 
 
-def common_dtype(arrays: dict[str, AnyArray]) -> str:
+def _lack_of_value(x: object) -> str | None:
+    """Say why an array has no numbers, for messages; else `None`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "is abstract"
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        return "has been deleted. It was donated, perhaps as part of an earlier state"
+    return None
+
+
+def common_dtype(arrays: dict[str, Array]) -> str:
     """Return the name of the dtype that can represent all the given dtypes."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
 
 
-def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
+def pieces_of(entries: Iterable[Entry], arrays: dict[str, Array]) -> list[Piece]:
     """Return the pieces to write, layer by layer also if layers are stacked."""
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
@@ -156,7 +165,7 @@ def write_together(
     what: str,
     directory: Path,
     pieces: Iterable[Piece],
-    arrays: dict[str, AnyArray],
+    arrays: dict[str, Array],
     write: Callable[[Iterator[np.ndarray]], object],
 ) -> None:
     """Fetch the pieces one by one, and pass them to `write` on process 0. All processes must call this.
@@ -179,7 +188,7 @@ def write_together(
         raise error
 
 
-def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
+def _fetch(arrays: dict[str, Array], piece: Piece) -> np.ndarray:
     found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
     whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
     rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows

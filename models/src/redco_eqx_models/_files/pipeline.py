@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from redco_eqx._parallel.linear import Remat
-from redco_eqx._paths import local_path
+from redco_eqx.types import Remat
 from redco_eqx_models._blocks.attention import Implementation
 from redco_eqx_models._blocks.config import Json
 from redco_eqx_models._diffusion.model import VERSION
@@ -24,6 +23,7 @@ from redco_eqx_models._files.copies import carry_over, check_links, copy_folder
 from redco_eqx_models._files.directory import local_directory, read_json
 from redco_eqx_models._files.exchange import tidied_after_error, tidy, write_beside
 from redco_eqx_models._files.load import load_pretrained
+from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.pieces import write_together
 from redco_eqx_models._files.save import Save, plan_save
 from redco_eqx_models._files.writer import only_writer

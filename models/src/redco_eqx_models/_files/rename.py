@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from redco_eqx._base.tree import first_few, to_arrays
+from redco_eqx import to_arrays
 from redco_eqx_models._blocks.model import Model
 from redco_eqx_models._files.names import count_stored, match_keys
+from redco_eqx_models._leaves import first_few
 
 T = TypeVar("T")
 

@@ -58,16 +58,10 @@ class Stored:
 def open_file(file: Path) -> dict[str, Stored]:
     """Open a file, and return its arrays by key.
 
-    Raises `ValueError` if it is not a complete safetensors file, and `ImportError` if the `safetensors` package
-    is not installed.
+    Raises `ValueError` if it is not a complete safetensors file.
     """
-    try:
-        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
-        import safetensors
-    except ImportError as error:
-        raise ImportError(
-            'Reading a checkpoint needs safetensors. Install it with: pip install "redco_eqx[hf]"'
-        ) from error
+    import safetensors  # only to read: a model that is made here needs no file
+
     try:
         handle = safetensors.safe_open(str(file), framework="np")
     except (safetensors.SafetensorError, OSError) as error:

@@ -14,15 +14,16 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Array
 
-from redco_eqx._base.tree import AnyArray, to_arrays
-from redco_eqx._paths import local_path
+from redco_eqx import to_arrays
 from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.model import Model
 from redco_eqx_models._files.copies import carry_over, check_links
 from redco_eqx_models._files.directory import CARD, CONFIG, GENERATION
 from redco_eqx_models._files.exchange import Exchange, begin, tidied_after_error
 from redco_eqx_models._files.names import entries_of, list_problems
+from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
 from redco_eqx_models._files.safetensors import write_file
 from redco_eqx_models._files.writer import only_writer
@@ -145,7 +146,7 @@ class Save:
         what: str,
         directory: Path,
         config: BaseConfig,
-        arrays: dict[str, AnyArray],
+        arrays: dict[str, Array],
         files: list[list[Piece]],
         contents: Mapping[str, bytes | None],
     ):

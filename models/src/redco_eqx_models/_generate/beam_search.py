@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx_models._blocks.context import Cache
 from redco_eqx_models._blocks.decoder import Decoder
 from redco_eqx_models._generate.prompt import Prompt, Token, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx_models._generate.sampling import largest
+from redco_eqx_models._own_mesh import on_own_mesh
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 
@@ -151,7 +151,7 @@ def _pick(x: Array, order: Int[Array, "b chosen"]) -> Array:
     return jax.vmap(lambda x, order: x[order])(x, order)
 
 
-@in_own_context
+@on_own_mesh
 def beam_search(
     model: Decoder,
     inputs: Tokens,

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx.types import Key
 from redco_eqx_models._blocks.context import Cache
 from redco_eqx_models._blocks.decoder import Decoder
 from redco_eqx_models._generate.prompt import Prompt, Token, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx_models._generate.sampling import sample
+from redco_eqx_models._own_mesh import on_own_mesh
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
 """Step, token, a mask of the rows that have ended, output, cache."""
 
 
-@in_own_context
+@on_own_mesh
 def generate(
     model: Decoder,
     inputs: Tokens,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._base.protocols import Key
-from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
+from redco_eqx.layers import activation_axes
+from redco_eqx.types import Key
 
 
 def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
@@ -25,15 +25,15 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
     - `x`: float32. The leading dim is the batch.
     - `k`: at most the number of choices.
     """
-    mesh = traced_mesh(x)
-    if mesh is None or mesh.size == 1:
+    axes = activation_axes(x, num_rows=x.shape[0], num_heads=x.shape[-1])
+    if axes is None or axes.mesh.size == 1:
         values, places = jax.lax.top_k(jax.lax.collapse(x, 1), k)
         return values, places
-    last, num_shards = x.shape[-1], tensor_size(mesh)
+    last, num_shards = x.shape[-1], axes.num_head_shards
     num_own = math.prod(x.shape[1:]) // num_shards
     # Each value is sent with its index.
-    is_cut = num_shards > 1 and last % num_shards == 0 and 2 * min(k, num_own) < num_own
-    rows = batch_axes(mesh, x.shape[0])
+    is_cut = num_shards > 1 and 2 * min(k, num_own) < num_own
+    mesh, rows = axes.mesh, axes.rows
 
     def body(x: Array) -> tuple[Array, Array]:
         flat = jax.lax.collapse(x, 1)

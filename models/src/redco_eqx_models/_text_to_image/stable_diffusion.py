@@ -9,7 +9,7 @@ import numpy as np
 from einops import rearrange, repeat
 from jaxtyping import Array, Float, Int, UInt8
 
-from redco_eqx._base.protocols import Key
+from redco_eqx.types import Key
 from redco_eqx_models._diffusion.scheduler import Scheduler, denoise
 from redco_eqx_models._families.autoencoder_kl import AutoencoderKL
 from redco_eqx_models._families.clip import CLIPTextModel
