@@ -4,10 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
 from pages import PAGES, ROOT
 
-NODES = [list(ast.walk(ast.parse(path.read_text()))) for path in sorted((ROOT / "src").rglob("*.py"))]
-CLASSES = {node.name for nodes in NODES for node in nodes if isinstance(node, ast.ClassDef)}
+PACKAGES = {"redco_eqx": ROOT / "src", "redco_eqx_models": ROOT / "models" / "src"}
 HOLE = "\0"
 
 
@@ -22,27 +22,47 @@ def literals(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.value
 
 
-LITERALS = {text for nodes in NODES for text in literals(nodes)}
+class Source:
+    """The texts and the classes in the source of a package."""
+
+    def __init__(self, package: str):
+        paths = sorted(PACKAGES[package].rglob("*.py"))
+        modules = [list(ast.walk(ast.parse(path.read_text()))) for path in paths]
+        self.texts = {text for nodes in modules for text in literals(nodes)}
+        self.classes = {x.name for nodes in modules for x in nodes if isinstance(x, ast.ClassDef)}
 
 
-def is_emitted(quoted: str) -> bool:
-    """Return true if the class is the library's, and one text has all words, in order; `...` is any words."""
+def is_emitted(quoted: str, source: Source) -> bool:
+    """Return true if the class is the package's, and one text has all words, in order; `...` is any words."""
     name, rest = re.fullmatch(r"(?:([A-Z]\w+)(?:: |$))?(.*)", quoted).groups()  # pyright: ignore
     pattern = ".*".join(re.escape(part.strip()) for part in rest.split("..."))
-    is_said = rest == "" or any(re.search(pattern, text, re.DOTALL) for text in LITERALS)
-    return is_said and (name is None or name in CLASSES)
+    is_said = rest == "" or any(re.search(pattern, text, re.DOTALL) for text in source.texts)
+    return is_said and (name is None or name in source.classes)
 
 
-def test_the_messages_that_the_page_quotes_are_emitted() -> None:
-    # What JAX says stands in a table of its own.
-    text = (PAGES / "errors.md").read_text().partition("from JAX itself")[0]
-    quoted = re.findall(r"^\| `(.+?)` +\|", text, re.MULTILINE)
-    assert len(quoted) > 12
-    assert [message for message in quoted if not is_emitted(message)] == []
+def quoted(package: str) -> list[str]:
+    """The messages in the section of a package."""
+    page = (PAGES / "errors.md").read_text()
+    section = page.split(f"\n## Messages of {package}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(.+?)` +\|", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("package", "at_least"), [("redco_eqx", 12), ("redco_eqx_models", 8)])
+def test_the_messages_that_the_page_quotes_are_emitted(package: str, at_least: int) -> None:
+    source = Source(package)
+    messages = quoted(package)
+    assert len(messages) >= at_least
+    assert [message for message in messages if not is_emitted(message, source)] == []
     for wrong in (
         "CheckpointErr: ... is damaged",  # no such class
         "the mesh has axes ('dp', 'tp')",  # a value in a hole
         "which creates one ... is the function",  # another order
-        "Every text in a module",  # words of no message
+        "The texts and the classes in the source",  # words of no message
     ):
-        assert not is_emitted(wrong)
+        assert not is_emitted(wrong, source)
+
+
+def test_a_message_stands_in_one_section() -> None:
+    page = (PAGES / "errors.md").read_text()
+    everywhere = re.findall(r"^\| `(.+?)` +\|", page.partition("## Messages of JAX")[0], re.MULTILINE)
+    assert everywhere == [message for package in PACKAGES for message in quoted(package)]

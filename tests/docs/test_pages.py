@@ -76,6 +76,19 @@ def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, 
     namespace.update(before)
 
 
+def test_every_page_is_in_the_navigation_and_its_links_lead_somewhere():
+    files = (path for path in pages.PAGES.rglob("*") if path.suffix in (".md", ".ipynb"))
+    every = [path.relative_to(pages.PAGES) for path in files]
+    nav = (pages.ROOT / "docs" / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r"(\S+\.(?:md|ipynb))$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(map(str, every))
+    for page in every:
+        path = pages.PAGES / page
+        fenced = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+        links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", fenced.sub("", path.read_text()))
+        assert [link for link in links if not (path.parent / link).exists()] == [], page
+
+
 # The exported program of a page runs where neither this library nor Equinox can be imported.
 
 BLOCKED = "import sys; sys.modules['redco_eqx'] = sys.modules['equinox'] = None\n"

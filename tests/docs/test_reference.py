@@ -7,14 +7,14 @@ import re
 import pages
 import pytest
 
-REFERENCE = sorted((pages.PAGES / "api").glob("*.md"))
+REFERENCE = sorted(path for api in ("api", "models/api") for path in (pages.PAGES / api).glob("*.md"))
 SECTIONS = [
     pytest.param(section, id=f"{page.stem}: {re.findall(r'^#+ (.*)$', section, re.MULTILINE)[0]}")
     for page in REFERENCE
     for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
     if ":::" in section
 ]
-FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "models", "types"))]
+FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "types")), "redco_eqx_models"]
 
 
 def listed(text: str) -> list[str]:
