@@ -7,6 +7,7 @@ import pages
 import redco_eqx as rx
 
 README = (pages.ROOT / "README.md").read_text()
+OF_MODELS = pages.ROOT / "models" / "README.md"
 
 
 def test_python_blocks_run_and_the_tables_are_true(capfd, tmp_path, monkeypatch, recwarn):
@@ -37,6 +38,23 @@ def test_the_links_and_commands_of_the_readme_lead_somewhere():
     command = "python -m pip install nox && python -m nox -s tests"
     assert command in README
     assert command in (pages.ROOT / ".ci" / "run").read_text()
+
+
+def test_the_readme_of_the_models_is_true(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [example] = (block.code for block in pages.blocks_of(OF_MODELS, "python"))
+    [printed] = (block.code for block in pages.blocks_of(OF_MODELS, "text"))
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    assert capfd.readouterr().out == printed
+
+    text = OF_MODELS.read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+    assert len(links) > 8
+    assert [link for link in links if not (OF_MODELS.parent / link).exists()] == []
+    of_page = rows_of(section_of((pages.PAGES / "models" / "index.md").read_text(), "Supported families"))
+    assert rows_of(section_of(text, "Families")) == [row[:2] for row in of_page]
+    both = "python -m pip install . ./models"
+    assert all(both in page for page in (text, README, (pages.PAGES / "install.md").read_text()))
 
 
 def rows_of(text: str) -> list[list[str]]:
