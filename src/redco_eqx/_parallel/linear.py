@@ -149,6 +149,7 @@ def apply(layer: Layer | Array, x: Array) -> Array:
 
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
+"""The activations that a backward pass keeps, as for [`scan_layers`][]."""
 
 
 # The scopes tell an analysis of the program which results are added before they are summed over the shards.

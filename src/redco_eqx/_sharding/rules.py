@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # imported at run time only if there is a program, because mo
     from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+"""Pairs of a glob over paths and a spec. The first pair that matches a leaf decides."""
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
 
 FSDP_MIN_SIZE = 2**12
