@@ -18,10 +18,10 @@ IMPORTED = ["loguru", "beartype", "ftfy", "regex", "pydantic", "torch==2.13.0"]
 # The peers of the comparison, each in a separate environment. Transformers 4 is the last with Flax models.
 FLAX = ["transformers==4.57.6", "jax==0.10.2"]
 PEERS = {
-    "ours": ["-e", "."],
+    "ours": ["-e", ".", "-e", "./models"],
     "of_redco": ["redco==0.4.23", *FLAX],
     "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
-    "of_parallax": ["-e", ".", "google-parallax==0.0.2"],
+    "of_parallax": ["-e", ".", "-e", "./models", "google-parallax==0.0.2"],
     "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; it does not name the last two
 }
 
@@ -65,7 +65,8 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Compare the models with torch and transformers, which also open their files."""
     session.install(*BOTH, *group("tests"), *group("parity"))
-    session.run("pytest", "tests/parity", "models/tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
+    folders = ["tests/parity", "models/tests/parity"]
+    session.run("pytest", *folders, "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
@@ -100,9 +101,8 @@ def test_examples(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """Run the tests that take longest, which the other sessions leave out."""
     session.install(*BOTH, *group("tests"), *group("examples"))
-    session.run(
-        "pytest", "tests", "tests/examples", "models/tests", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
-    )
+    folders = ["tests", "tests/examples", "models/tests"]
+    session.run("pytest", *folders, "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
@@ -114,7 +114,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(python=newest_python())
 def newest(session: nox.Session) -> None:
-    """Run the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
+    """Run the tests of both packages with the newest Python and JAX (a share of them: `-- --reduced`)."""
     session.install("-e", ".", "-e", "./models", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
         session.run("pytest", "tests/step", "tests/checkpoint")
@@ -176,7 +176,7 @@ def build(session: nox.Session) -> None:
 def aot(session: nox.Session) -> None:
     """Compile steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
     session.install("-e", ".", "-e", "./models", "jax[tpu]==0.10.2", *group("tests"))
-    session.run("pytest", "tests/aot", *session.posargs)
+    session.run("pytest", "tests/aot", "models/tests/aot", *session.posargs)
 
 
 @nox.session
@@ -238,5 +238,5 @@ def peers(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Measure the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
     session.install(*BOTH, "jax[cuda12]", *group("tests"), *group("parity"))
-    session.run("pytest", "tests/aot/test_gpu.py")
+    session.run("pytest", "models/tests/aot/test_gpu.py")
     session.run("python", "benchmarks/gpu.py", *session.posargs)

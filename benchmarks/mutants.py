@@ -32,9 +32,18 @@ LIST = REPOSITORY / "benchmarks" / "mutants.json"
 MEASURED = pathlib.Path(tempfile.gettempdir()) / "redco_eqx_mutants"
 NUM_MUTANTS, SEED, AT_MOST_SECONDS = 130, 0, 900
 
+WITH_FAMILIES = "models/tests/test_core_with_families.py"
+
 # The tests for each room of the core. "." stands for the files beside the rooms.
 TESTS = {
-    ".": ["tests/test_tree.py", "tests/test_door.py", "tests/birth", "tests/step", "tests/sharding"],
+    ".": [
+        "tests/test_tree.py",
+        "tests/test_door.py",
+        "tests/birth",
+        "tests/step",
+        "tests/sharding",
+        WITH_FAMILIES,
+    ],
     "_base": [
         "tests/test_tree.py",
         "tests/test_door.py",
@@ -47,12 +56,12 @@ TESTS = {
     "_checkpoint": ["tests/checkpoint", "tests/training", "tests/test_door.py"],
     "_compiled": ["tests/compiled", "tests/planning"],
     "_data": ["tests/data", "tests/training"],
-    "_dataflow": ["tests/dataflow"],
+    "_dataflow": ["tests/dataflow", "models/tests/test_layouts_of_families.py"],
     "_distributed": ["tests/distributed", "tests/training"],
-    "_parallel": ["tests/parallel", "tests/models"],
-    "_planning": ["tests/planning"],
-    "_sharding": ["tests/sharding", "tests/dataflow"],
-    "_step": ["tests/step", "tests/traced", "tests/kept", "tests/dataflow", "tests/training"],
+    "_parallel": ["tests/parallel", "models/tests"],
+    "_planning": ["tests/planning", WITH_FAMILIES],
+    "_sharding": ["tests/sharding", "tests/dataflow", "models/tests/test_kinds_of_families.py", WITH_FAMILIES],
+    "_step": ["tests/step", "tests/traced", "tests/kept", "tests/dataflow", "tests/training", WITH_FAMILIES],
     "_training": ["tests/training"],
 }
 
@@ -133,9 +142,8 @@ def sample() -> list[dict[str, Any]]:
     known, draw = operators(), random.Random(SEED)
     by_room: dict[str, list[Any]] = collections.defaultdict(list)
     for path in sorted(CORE.rglob("*.py")):
-        if room_of(path) != "models":
-            places = sorted(sites(path, known).items())
-            by_room[room_of(path)] += [(path, place, made) for place, made in places]
+        places = sorted(sites(path, known).items())
+        by_room[room_of(path)] += [(path, place, made) for place, made in places]
     total = sum(len(places) for places in by_room.values())
     mutants = []
     for places in by_room.values():
@@ -180,10 +188,16 @@ def measure() -> None:
     def size(folder: str) -> int:
         return sum(path.stat().st_size for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*.py")])
 
-    folders = {folder for of_room in TESTS.values() for folder in of_room}
+    named = {folder for of_room in TESTS.values() for folder in of_room}
+    folders = {x for x in named if not any(x.startswith(f"{other}/") for other in named)}  # each test once
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(run_tests, sorted(folders, key=size, reverse=True)))
     subprocess.run([*coverage, "combine", f"--rcfile={config}"], cwd=REPOSITORY, check=True)
+
+
+def in_module(name: str) -> str:
+    """Return the last two parts of `models.tests.test_lora.test_x`, which is all that coverage knows of it."""
+    return ".".join(name.split(".")[-2:])
 
 
 def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
@@ -197,12 +211,12 @@ def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
             seconds[f"{case.get('classname')}.{name}"] += float(case.get("time", 0))
     data = coverage.CoverageData(str(MEASURED / "data"))
     data.read()
-    by_function = {name.removeprefix("tests."): name for name in seconds}
+    by_function = {in_module(name): name for name in seconds}
     lines = {}
     for file in data.measured_files():
         contexts = data.contexts_by_lineno(file)
         lines[str(pathlib.Path(file).relative_to(REPOSITORY))] = {
-            line: {by_function[c.removeprefix("tests.")] for c in cs if c.removeprefix("tests.") in by_function}
+            line: {by_function[in_module(c)] for c in cs if in_module(c) in by_function}
             for line, cs in contexts.items()
         }
     return lines, seconds

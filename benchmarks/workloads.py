@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -22,7 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 import redco_eqx as rx
-import redco_eqx_models as models
+
+if TYPE_CHECKING:  # what measures a model of one's own needs only the core
+    import redco_eqx_models as models
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import quickstart
@@ -76,9 +78,11 @@ ENCODER_DECODERS = ("T5", "T5 v1.1", "BART")
 """Models of which encoder and decoder each have `num_layers`, and read `length` tokens."""
 
 
-def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.Model]:
+def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], "models.Model"]:
     """Return a function from a key to a model of one of the `FAMILIES` or `ENCODER_DECODERS`. `options` are
     those of the model, such as `remat`."""
+    import redco_eqx_models as models
+
     dim, heads = sizes.dim, sizes.num_heads
     by_gpt: dict[str, Any] = {
         "vocab_size": sizes.vocabulary,
@@ -139,7 +143,7 @@ def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, 
 
 
 def next_token_loss(
-    model: models.DecoderLM, tokens: Int[Array, "batch length"], key: Key[Array, ""] | None
+    model: "models.DecoderLM", tokens: Int[Array, "batch length"], key: Key[Array, ""] | None
 ) -> rx.Mean:
     """Return the mean cross-entropy of each token after those before it."""
     hidden, _ = model.hidden_states(tokens[:, :-1])
@@ -148,7 +152,7 @@ def next_token_loss(
 
 
 def sequence_to_sequence_loss(
-    model: models.EncoderDecoder, batch: dict[str, Int[Array, "batch _"]], key: Key[Array, ""] | None
+    model: "models.EncoderDecoder", batch: dict[str, Int[Array, "batch _"]], key: Key[Array, ""] | None
 ) -> rx.Mean:
     """Return the mean cross-entropy of each token after those before it and the source."""
     hidden = model.hidden_states(batch["source"], batch["target"][:, :-1])

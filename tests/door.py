@@ -7,6 +7,7 @@ were told otherwise, or only after a step was compiled.
 import pathlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,10 @@ import optax
 from fit_helpers import BODY, STEP, Normed, collate, compilations, make_examples, predict_fn
 from fit_helpers import scalar_loss as loss_fn
 
-import redco_eqx_models
+import redco_eqx
 
 jax.config.update("jax_num_cpu_devices", 8)
 rx: Any = redco_eqx  # no type checker warns of the mistakes
-models: Any = redco_eqx_models
 KEY = jax.random.key(0)
 EXAMPLES = make_examples(16)
 ADAM = optax.adam(1e-2)
@@ -83,22 +83,11 @@ def explain(overrides: Any, mesh: Any = MESH) -> Any:
     return rx.explain(MODEL, mesh, overrides=overrides)
 
 
-def generate(inputs: Any, call: Any = models.generate, **more: Any) -> Any:
-    return call(LM, inputs, max_new_tokens=2, **more)
-
-
 def call_stacked() -> None:
     """Calls a model of stacked layers under a plain `jax.jit`, which makes an array of its `rate`."""
     keys = jax.random.split(KEY, 3)
     layers = eqx.filter_vmap(lambda key: {"linear": eqx.nn.Linear(2, 2, key=key), "rate": 0.5})(keys)
     jax.jit(lambda layers, x: rx.layers.scan_layers(lambda _, x: x, layers, x))(layers, BATCH["x"])
-
-
-HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-CONFIG = models.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, **HEADS)
-# Without weights: wrong arguments are refused before anything reads them.
-LM = eqx.filter_eval_shape(lambda key: models.LlamaForCausalLM(CONFIG, key=key), KEY)
-TOKENS = np.ones((1, 2), np.int32)
 
 
 class Table:
@@ -172,7 +161,6 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: rx.explain(STATE, MESH), "TrainState ... state.model"),
     (lambda: rx.shard_rules(eqx.nn.MLP, MESH), "class MLP ... instance"),
     (lambda: rx.shard_rules(MESH, MODEL), "mesh ... MLP ... model comes"),
-    (lambda: models.generate(STATE, BATCH["x"], max_new_tokens=2), "generate: model ... state.model"),
     # Optimizers
     (lambda: rx.init_state(MODEL, optax.adam, key=KEY), "optax.adam(1e-3)"),
     (lambda: rx.init_state(MODEL, KEY, key=KEY), "optimizer ... optax.adam(1e-3)"),
@@ -245,11 +233,6 @@ CONFUSED: list[tuple[Any, str]] = [
             ({"x": [[1.0, 2.0]]}, "batch.x.0.0 is a float"),
         )
     ),
-    (lambda: generate("hello"), "inputs ... a str ... tokenizer("),
-    (lambda: generate(["hello", "you"]), "inputs ... a list ... tokenizer("),
-    (lambda: generate([[1, 2], [3, 4]]), "inputs ... a list ... np.array(ids)"),
-    (lambda: generate([[1, 2], [3]]), "inputs ... a list ... padding"),
-    (lambda: generate([[1]], models.beam_search, num_beams=2), "beam_search: inputs ... np.array(ids)"),
 ]
 # Of `ValueError`:
 WITH_LEAST = partial(rx.Checkpoints, PLACE / "new", keep_best={"loss": "least"})
@@ -277,9 +260,6 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
     (WITHOUT_STATE, "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)"),
-    (lambda: models.generate(LM, TOKENS, max_new_tokens=2.5), "max_new_tokens=2.5 ... an integer"),
-    (lambda: generate(TOKENS, temperature=1.0, top_k=2.5, key=KEY), "top_k=2.5 ... an integer"),
-    (lambda: generate(TOKENS, models.beam_search, num_beams=2.5), "num_beams=2.5 ... an integer"),
     (lambda: rx.save(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
     (lambda: rx.restore(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
     (lambda: fit(checkpoints=A_FILE), "door/file', but it is a file, and checkpoints need a directory"),
@@ -307,9 +287,13 @@ def problem(call: Any, exception: type[Exception], words: str) -> str | None:
     return None if is_told and is_early else f"{words}\n  after {compiled}: {found!r}\n  {message}"
 
 
+def tell(*kinds: tuple[Sequence[tuple[Any, str]], type[Exception]]) -> None:
+    """Makes all mistakes, and ends the program with those that were told otherwise."""
+    told = [problem(call, exception, words) for mistakes, exception in kinds for call, words in mistakes]
+    sys.exit("\n\n".join(text for text in told if text is not None) or None)
+
+
 if __name__ == "__main__":
     EMPTY.mkdir(parents=True)
     A_FILE.write_text("")
-    kinds = ((CONFUSED, TypeError), (WRONG, ValueError), (MISSING, FileNotFoundError))
-    told = [problem(call, exception, words) for mistakes, exception in kinds for call, words in mistakes]
-    sys.exit("\n\n".join(text for text in told if text is not None) or None)
+    tell((CONFUSED, TypeError), (WRONG, ValueError), (MISSING, FileNotFoundError))

@@ -12,17 +12,19 @@ from typing import Any
 from .settings import Setting
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-ROOMS = ("birth", "checkpoint", "data", "kept", "models", "parallel", "planning", "step", "traced", "training")
+ROOMS = ("birth", "checkpoint", "data", "kept", "parallel", "planning", "step", "traced", "training")
 """Whose tests have something to say on one device. Others are of meshes, processes, compilers and documents."""
-SOME = ("parallel/test_attention.py",)
+FAMILIES, PARITY = ("models/tests",), ("tests/parity", "models/tests/parity")
+SOME = ("models/tests/test_attention.py",)
 """For a small run."""
 
 
 def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
-    """How many pass, fail, and are left out because they take more devices, by `tests/conftest.py`. Tolerances
+    """How many pass, fail, and are left out because they take more devices, by `every_test.py`. Tolerances
     are made for products in float32 (`highest`), not for those in TF32. What fails with `JAX_PLATFORMS=cpu` and
     `TESTS_ON=device` too fails for want of devices."""
-    rooms = SOME if is_small else ("parity",) if setting.model == "parity" else ROOMS
+    rooms = [f"tests/{room}" for room in ROOMS]
+    paths = SOME if is_small else PARITY if setting.model == "parity" else (*rooms, *FAMILIES)
     precision = "highest" if setting.precision == "highest" else "tensorfloat32"
     # Tests start processes of their own, which share the device's memory.
     variables = {
@@ -34,7 +36,6 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
     }
     if is_small:
         variables["JAX_PLATFORMS"] = "cpu"
-    paths = [f"tests/{room}" for room in rooms]
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--tb=no", "-rfE",

@@ -18,7 +18,6 @@ from hosts import harness
 from redco_eqx import _birth as making
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
 from redco_eqx._base.tree import leaves_with_paths
-from redco_eqx_models._families.registry import FAMILIES, PARTS
 
 KEY = jax.random.key(7)
 
@@ -71,15 +70,6 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
         assert not re.search(r"all-|collective-|reduce-scatter", compiled.as_text()), path
         split += shard < math.prod(shape)
     assert split > 0
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, *PARTS])
-def test_every_family_is_made_shard_by_shard(name):
-    """At its default sizes, its layers stacked where it has layers; only traced."""
-    config, model = {**FAMILIES, **PARTS}[name]
-    closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=name in FAMILIES, key=key), KEY)
-    made, _ = making.births_of(closed, KEY)
-    assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {"spread"}
 
 
 def test_the_measure_sees_what_is_whole():

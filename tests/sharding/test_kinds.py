@@ -1,42 +1,18 @@
-"""The kind of each array: by hand for the zoo and the families; a stack has the kinds of one of its members."""
+"""The kind of each array: by hand for the zoo; a stack has the kinds of one of its members."""
 
-import re
-from fnmatch import fnmatchcase
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-import tiny_models
 import zoo
 from helpers import abstract
+from kinds_by_hand import expected
 
 import redco_eqx as rx
-import redco_eqx_models as models
 
 KEY = jax.random.key(0)
-
-# By hand, in the words of the files of these models. The first that matches a path in lower case decides.
-BY_HAND = {
-    "other": "key keys ids mask weight_ids *.cls_token *.class_embedding",
-    "norm": "norm.* *norm.* *norm?.* *norms.*.* *layernorm* *layer_norm* *ln_?.* *ln_cross_attn.* *norm_out.*",
-    "table": "*relative_attention_bias* *wte.* *wpe.* *embed_tokens.* *embed_positions.* *embed_in.* "
-    "shared.weight *.shared.weight *shared.pytree.?.weight *position_embedding* *token_type_embeddings.* "
-    "*word_embeddings.* *token_embedding.*",
-    "bias": "*bias *bias_n",
-    "matrix": "*",
-}
-
-
-def by_hand(path: str) -> str:
-    globs = [(kind, glob) for kind, globs in BY_HAND.items() for glob in globs.split()]
-    return next(kind for kind, glob in globs if fnmatchcase(path.lower(), glob))
-
-
-def expected(model: Any) -> dict[str, str]:
-    return {path: by_hand(path) for path in rx.to_arrays(model)}
 
 
 @pytest.mark.parametrize("name", zoo.BY_NAME)
@@ -46,36 +22,6 @@ def test_kinds_in_the_zoo_are_those_by_hand_and_a_stack_of_models_has_the_same(n
     ensemble = abstract(lambda key: zoo.stack(make, key))
     # Nothing says that arrays without a module are stacked, but matrices they are.
     assert rx.parameter_kinds(ensemble) == expected(ensemble)
-
-
-STACKED = [name for name in tiny_models.CONFIGS if name not in ("unet", "unet_linear", "vae")]
-
-
-@pytest.mark.parametrize("name", tiny_models.CONFIGS)
-def test_kinds_in_the_families_are_those_by_hand(name: str) -> None:
-    model = tiny_models.abstract(name)
-    assert rx.parameter_kinds(model) == expected(model)
-
-
-@pytest.mark.parametrize("name", STACKED)
-def test_stacked_layers_of_the_families_have_the_kinds_of_a_list(name: str) -> None:
-    listed, stacked = (
-        {(re.sub(r"\.\d+(?=\.)", "", path), kind) for path, kind in rx.parameter_kinds(model).items()}
-        for model in (tiny_models.abstract(name), tiny_models.abstract(name, stacked=True))
-    )
-    assert listed == stacked
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_the_branches_of_lora_are_matrices(stacked: bool) -> None:
-    branches: Any = {"targets": ["q_proj", "down_proj"], "rank": 2, "scale": 1.0, "key": KEY}
-    base = tiny_models.abstract("llama", stacked=stacked)
-    model = eqx.filter_eval_shape(lambda base: models.add_lora(base, **branches), base)
-    kinds = rx.parameter_kinds(model)
-    factors = {path: kind for path, kind in kinds.items() if "lora" in path}
-    assert factors
-    assert set(factors.values()) == {"matrix"}
-    assert kinds == expected(model)
 
 
 class Scaled(eqx.Module):
@@ -161,16 +107,3 @@ def test_arrays_that_may_be_stacked_vectors_are_no_matrices() -> None:
 
     assert rx.parameter_kinds(make(KEY)) == {"up": "matrix", "down": "matrix", "tau": "other"}
     assert rx.parameter_kinds(zoo.stack(make, KEY, 3)) == {"up": "matrix", "down": "matrix", "tau": "other"}
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_mask_by_kind_decays_matrices_alone(stacked: bool) -> None:
-    model = tiny_models.make("llama", stacked=stacked)
-    decayed = {path: kind == "matrix" for path, kind in rx.parameter_kinds(model).items()}
-    optimizer = optax.adamw(0.1, weight_decay=0.5, mask=rx.by_path(decayed))
-    params = rx.init_state(model, key=KEY).params
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates: Any = optimizer.update(zeros, optimizer.init(params), params)[0]
-    for path, x in params.items():
-        factor = -0.05 if by_hand(path) == "matrix" else 0.0
-        assert jnp.allclose(updates[path], factor * x, rtol=1e-6), path

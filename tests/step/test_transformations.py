@@ -5,7 +5,6 @@ import warnings
 from functools import cache, partial
 from typing import Any
 
-import equinox as eqx
 import helpers
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from helpers import KEY, mlp_batch, squared_error
 from jax.sharding import Mesh
 
 import redco_eqx as rx
-import redco_eqx_models as models
 from redco_eqx.errors import ShardingWarning
 
 
@@ -154,17 +152,6 @@ def test_a_loss_may_name_the_axes_of_the_mesh_that_is_set():
         found = rx.evaluate(state, EXAMPLES, loss_fn=named, **PIPELINE)
         assert found["loss"] == pytest.approx(row["loss"], rel=1e-5)
         rx.fit(state, EXAMPLES, loss_fn=named, optimizer=MOMENTUM, num_epochs=1, loggers=(), **PIPELINE)
-
-
-def test_models_generate_and_their_layers_communicate():
-    mesh, explicit = contexts()["the same, Explicit"]
-    config = models.GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=4)
-    abstract = eqx.filter_eval_shape(lambda key: models.GPT2LMHeadModel(config, key=key), KEY)
-    model, _ = helpers.place(helpers.filled(abstract, jnp.float32, 0), mesh)
-    prompts = np.arange(8).reshape(2, 4)
-    expected = np.asarray(models.generate(model, prompts, max_new_tokens=3))
-    with jax.set_mesh(explicit):
-        np.testing.assert_array_equal(models.generate(model, prompts, max_new_tokens=3), expected)
 
 
 def test_inside_a_shard_map_nothing_changes():

@@ -6,15 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from fit_helpers import SGD, fail, fit, make_examples, mlp_state, scalar_loss
-from helpers import abstract, assert_close, filled, mesh_of, stepped
+from helpers import assert_close, mesh_of
 
 import redco_eqx as rx
-import redco_eqx_models as models
 from redco_eqx._base.jaxprs import trace
-from redco_eqx._compiled.communication import Collective, Communication, communication
+from redco_eqx._compiled.communication import Collective, communication
 from redco_eqx._sharding.mesh import for_use, stored_axes
 from redco_eqx._step.gather import KEPT, gather_where_used
 
@@ -156,56 +154,6 @@ def test_an_order_of_axes_says_what_is_for_storage_alone():
 
 
 # In a step.
-
-OPTIMIZER = optax.sgd(0.5, momentum=0.9)
-# `tensor` cannot split 6 heads, nor a vocabulary of 97.
-SIZES: Any = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64}
-ODD = models.LlamaConfig(num_hidden_layers=2, num_attention_heads=6, **SIZES)
-
-
-def trained(mesh: Any, *, overrides: Any = (), **options: Any) -> tuple[rx.TrainState, Communication]:
-    """The state after two steps of an odd LLaMA, and what a step communicates."""
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        hidden, _ = model.hidden_states(batch[:, :-1], key=key)
-        return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
-
-    make = lambda key: models.LlamaForCausalLM(ODD, stacked=True, key=key, **options)  # noqa: E731
-    model = filled(abstract(make), jnp.float32, 0)
-    shardings = rx.shard_rules(model, mesh, overrides=overrides)
-    rows = np.random.default_rng(0).integers(0, 97, (16, 9)).astype(np.int32)
-    found = stepped(model, rows, mesh, loss_fn, OPTIMIZER, shardings=shardings, num_microbatches=2)
-    assert found.before.shardings == {path: x.sharding for path, x in rx.to_arrays(found.before.model).items()}
-    state, _ = found.compiled(found.state, jax.device_put(rows, rx.batch_sharding(mesh)))
-    return state, communication(found.compiled, mesh)
-
-
-def test_an_override_reaches_every_block():
-    """Arrays that an override makes whole are not gathered: in layers, in the lookup, or in the head."""
-    overrides = [("*up_proj.weight", jax.P(None, None, "fsdp")), ("*", jax.P())]
-    _, found = trained(MESH, overrides=overrides)
-    shapes = {shape for c in found if c.kind == "all-gather" for shape in c.shapes}
-    assert {shape.replace("[1,", "[") for shape in shapes} == {"f32[64,48]"}
-
-
-def test_what_tensor_cannot_split_is_stored_split_at_the_cost_of_its_gathers_and_no_number_changes(monkeypatch):
-    mesh = mesh_of("data2xtensor4")
-    expected, found = trained(mesh)
-    assert not expected.stored
-    rest = sum(c.total_bytes for c in found)
-    monkeypatch.setattr("redco_eqx._sharding.rules.STORED_BYTES", 0)
-    for there, options in ((mesh, {}), (rx.make_mesh(fsdp=2, tensor=4), {"remat": "row_out"})):
-        state, found = trained(there, **options)
-        projections = {path for path in state.params if "self_attn" in path}
-        assert set(state.stored) == projections | {"model.embed_tokens.weight", "lm_head.weight"}
-        assert_close(state.params, expected.params, rtol=1e-4, atol=1e-5)  # float32, summed in another order
-        if there is mesh:
-            stored = sum(state.params[path].size * 4 for path in state.stored)
-            gathered = sum(c.total_bytes for c in found if (c.kind, c.axes) == ("all-gather", ("tensor",)))
-            # Forward and again backward, in each of two microbatches.
-            assert 0 < gathered <= 2 * 2 * stored
-            # The gradient norm sums what is split, a number for each array.
-            assert sum(c.total_bytes for c in found) - gathered <= rest + 64
 
 
 def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
