@@ -4,6 +4,7 @@ faults, hosts, newest, aot, docs, build, lint, types, bench, sharding, mutants, 
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import nox
 
@@ -156,20 +157,54 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build, check and install the wheel and the source distribution, and train a model with each."""
-    session.install("build", "twine")
-    directory = session.create_tmp()
-    built = pathlib.Path(directory) / "dist"
-    shutil.rmtree(built, ignore_errors=True)
-    session.run("python", "-m", "build", "--outdir", str(built))
-    files = [str(path) for path in sorted(built.iterdir())]
-    session.run("twine", "check", "--strict", *files)
-    program = pathlib.Path("tests/smoke.py").resolve()
-    for file in files:
-        session.install(file)
-        session.install("--force-reinstall", "--no-deps", file)
-        with session.chdir(directory):  # not in the directory of the sources
-            session.run("python", str(program))
+    """Build and check both packages, and use each: installed, from the zip files, and from bytecode alone."""
+    session.install("build", "twine", "pip")
+    base = pathlib.Path(session.create_tmp()).resolve()
+    built, other, bytecode = base / "dist", base / "other", base / "bytecode"
+    for directory in (built, other, bytecode):
+        shutil.rmtree(directory, ignore_errors=True)
+    for source in (".", "models"):
+        session.run("python", "-m", "build", "--outdir", str(built), source)
+    session.run("twine", "check", "--strict", *map(str, sorted(built.iterdir())))
+    smoke = [pathlib.Path(x).resolve() for x in ("tests/smoke.py", "models/tests/smoke.py")]
+
+    def use(place: str, *programs: pathlib.Path, path: Sequence[pathlib.Path] = ()) -> None:
+        environment = {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+        with session.chdir(base):  # not in the directory of the sources
+            for program in programs:
+                session.run("python", str(program), place, env=environment)
+
+    wheels, sources = (sorted(built.glob(end)) for end in ("*.whl", "*.tar.gz"))
+    for core, models in (wheels, sources):
+        session.run("python", "-m", "pip", "uninstall", "-qy", "redco_eqx", "redco_eqx_models")
+        session.install(str(core))
+        use("site-packages", smoke[0])  # before the models are there
+        session.install(str(core), str(models))
+        use("site-packages", *smoke)
+    use(".whl", *smoke, path=wheels)
+
+    for wheel in wheels:
+        shutil.unpack_archive(wheel, bytecode, "zip")
+    session.run("python", "-m", "compileall", "-q", "-b", str(bytecode))
+    for path in bytecode.rglob("*.py"):
+        path.unlink()
+    use(str(bytecode), *smoke, path=[bytecode])
+
+    # The models do not accept the core of another version.
+    copy = other / "core"
+    shutil.copytree("src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(name, copy)
+    version = PROJECT["project"]["version"]
+    text = pathlib.Path("pyproject.toml").read_text("utf-8").replace(f'"{version}"', '"999"', 1)
+    (copy / "pyproject.toml").write_text(text, "utf-8")
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(other), str(copy))
+    shutil.copy(wheels[1], other)
+    pip = ["python", "-m", "pip", "install", "--dry-run", "--no-index", "--find-links"]
+    session.run(*pip, str(built), f"redco_eqx=={version}", "redco_eqx_models")
+    said = session.run(*pip, str(other), "redco_eqx==999", "redco_eqx_models", success_codes=[1], silent=True)
+    if f"depends on redco_eqx=={version}" not in str(said).replace("-", "_"):
+        session.error(f"pip refused the core of another version, but not for its version: {said}")
 
 
 @nox.session

@@ -1,6 +1,10 @@
-"""The installed package trains a model on eight devices, and includes its types: for `nox -s build`."""
+"""The package trains a model on eight devices, and includes its types: for `nox -s build`.
 
-import pathlib
+python tests/smoke.py PLACE     # the package must lie below PLACE
+"""
+
+import importlib.resources
+import sys
 
 import equinox as eqx
 import jax
@@ -16,10 +20,10 @@ def loss_fn(model, batch, key):
     return ((jax.vmap(model)(batch) - batch) ** 2).mean()
 
 
-def main() -> None:
-    package = pathlib.Path(rx.__file__).parent
-    assert "site-packages" in package.parts, package
-    assert (package / "py.typed").exists()
+def main(place: str) -> None:
+    assert place in str(rx.__file__), rx.__file__
+    assert importlib.resources.files(rx).joinpath("py.typed").is_file()
+    assert all(getattr(rx, name) is not None for name in rx.__all__)
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     model = rx.init_model(lambda key: eqx.nn.MLP(8, 8, 32, depth=1, key=key), mesh, key=jax.random.key(0))
     optimizer = optax.adam(1e-2)
@@ -32,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
