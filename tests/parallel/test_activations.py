@@ -38,7 +38,7 @@ def test_a_kernel_on_each_device_gives_what_it_gives_on_the_whole(name: str) -> 
     whole = [np.asarray(jax.random.normal(key, SHAPE)) for key in jax.random.split(jax.random.key(0), 3)]
     seen: list[Any] = []
     placed = jax.device_put(whole, rx.batch_sharding(mesh))
-    found = jax.jit(lambda *x: attention(*x, seen))(*placed)
+    found = jax.jit(lambda q, k, v: attention(q, k, v, seen))(*placed)
     np.testing.assert_allclose(found, kernel(*whole), rtol=1e-5, atol=1e-6)
     (axes,) = seen
     assert axes.num_row_shards == mesh.shape["data"] * mesh.shape["fsdp"]
