@@ -1,11 +1,19 @@
 """Leaves by name: the path of a leaf, shardings by path, and a list of names for messages."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
+
+# A type checker sees a JAX array. At run time, also what may stand for one: a model may be abstract.
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = jax.Array
+else:
+    AnyArray: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def path_of(keypath: KeyPath) -> str:

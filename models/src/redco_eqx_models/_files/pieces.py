@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from redco_eqx_models._files.names import Entry
 from redco_eqx_models._files.safetensors import NAMES, Record, Stored
+from redco_eqx_models._leaves import AnyArray
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """First and last (exclusive) index of each dim."""
@@ -124,7 +125,7 @@ class Piece(NamedTuple):
     place: tuple[int, ...]
 
 
-def check_arrays(what: str, arrays: dict[str, Array]) -> None:
+def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
     """Raise `ValueError` for arrays without numbers, or with a dtype that the format has no name for."""
     for path, x in arrays.items():
         if problem := _lack_of_value(x):
@@ -142,12 +143,12 @@ def _lack_of_value(x: object) -> str | None:
     return None
 
 
-def common_dtype(arrays: dict[str, Array]) -> str:
+def common_dtype(arrays: dict[str, AnyArray]) -> str:
     """Return the name of the dtype that can represent all the given dtypes."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
 
 
-def pieces_of(entries: Iterable[Entry], arrays: dict[str, Array]) -> list[Piece]:
+def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
     """Return the pieces to write, layer by layer also if layers are stacked."""
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
@@ -165,7 +166,7 @@ def write_together(
     what: str,
     directory: Path,
     pieces: Iterable[Piece],
-    arrays: dict[str, Array],
+    arrays: dict[str, AnyArray],
     write: Callable[[Iterator[np.ndarray]], object],
 ) -> None:
     """Fetch the pieces one by one, and pass them to `write` on process 0. All processes must call this.
@@ -188,7 +189,7 @@ def write_together(
         raise error
 
 
-def _fetch(arrays: dict[str, Array], piece: Piece) -> np.ndarray:
+def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
     found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
     whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
     rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows

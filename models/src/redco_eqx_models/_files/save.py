@@ -14,7 +14,6 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array
 
 from redco_eqx import to_arrays
 from redco_eqx_models._blocks.config import BaseConfig
@@ -27,6 +26,7 @@ from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
 from redco_eqx_models._files.safetensors import write_file
 from redco_eqx_models._files.writer import only_writer
+from redco_eqx_models._leaves import AnyArray
 
 _FORM = """---
 library_name: {library}
@@ -146,7 +146,7 @@ class Save:
         what: str,
         directory: Path,
         config: BaseConfig,
-        arrays: dict[str, Array],
+        arrays: dict[str, AnyArray],
         files: list[list[Piece]],
         contents: Mapping[str, bytes | None],
     ):
