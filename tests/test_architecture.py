@@ -150,6 +150,7 @@ LOADED = [
     "_base.jaxprs",
     "_base.protocols",
     "_base.tree",
+    "_base.warn",
     "_checkpoint",
     "_checkpoint.runs",
     "_data",

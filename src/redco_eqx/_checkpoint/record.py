@@ -9,12 +9,12 @@ import os
 import pathlib
 import platform
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from redco_eqx._base.tree import describe
+from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.runs import (
     CheckpointError,
     CheckpointFormatError,
@@ -133,7 +133,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
         try:
             infos.append(read_record(path))
         except (DamagedError, CheckpointFormatError) as error:
-            warnings.warn(f"{error}. It is left out.", stacklevel=2)
+            warn(f"{error}. It is left out.")
     return infos
 
 

@@ -3,7 +3,6 @@
 import fnmatch
 import os
 import pathlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from redco_eqx._base.tree import AnyArray, first_few, is_key, lack_of_value
+from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
 from redco_eqx._checkpoint.record import (
     CheckpointInfo,
@@ -125,7 +125,7 @@ def first_good(
         except DamagedError as error:
             problems.append(str(error))
             if path is not paths[-1]:
-                warnings.warn(f"{error}. The checkpoint before it is used instead.", stacklevel=3)
+                warn(f"{error}. The checkpoint before it is used instead.")
     raise CheckpointError("no checkpoint can be restored:\n  " + "\n  ".join(problems))
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from redco_eqx._base.protocols import Batch, CollateFn
 from redco_eqx._base.tree import leaves_with_paths
+from redco_eqx._base.warn import warn
 from redco_eqx._data.streams import checksum
 
 
@@ -40,14 +40,13 @@ class CollatedTwice:
             second = _checksums(self._collate_fn(examples))
         changing = [path or "the batch" for path in first if first[path] != second.get(path)]
         if changing and jax.process_index() == 0:
-            warnings.warn(
+            warn(
                 f"collate_fn made two different batches of the same examples: {changing[0]} "
                 "differs. It draws random numbers, or depends on something else that "
                 "changes. So a run that is interrupted and resumed is not exactly the run "
                 "without an interruption. To make it exact, draw the numbers in loss_fn "
                 "from its key, or in collate_fn from a seed that is in the example, as in "
-                'np.random.default_rng(example["seed"]).',
-                stacklevel=2,
+                'np.random.default_rng(example["seed"]).'
             )
         return batch
 

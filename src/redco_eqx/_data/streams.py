@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import itertools
 import marshal
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from redco_eqx._base.warn import warn
 from redco_eqx._data.data import Place, Position, Stream
 from redco_eqx._data.placement import Job, layout
 from redco_eqx._data.workers import noting
@@ -135,10 +135,9 @@ class Reading(Iterator[Any]):
         self._num_readers = 0 if self._stream.disjoint_workers else _num_readers(source)
         self._first: list[int] = []
         if self._num_readers:
-            warnings.warn(
+            warn(
                 f"Stream: its DataLoader has {self._num_readers} workers over an IterableDataset. Each of "
-                f"them yields every item, unless the dataset divides its items. {_OF_WORKERS}",
-                stacklevel=2,
+                f"them yields every item, unless the dataset divides its items. {_OF_WORKERS}"
             )
         owner: Any = source if _state_of(source) else iter(source)
         if begin.state is not None and owner is source:

@@ -6,7 +6,6 @@ accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They pla
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +17,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._base.captured import check_captured
 from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, to_arrays
+from redco_eqx._base.warn import warn
 from redco_eqx._sharding.explanation import Decision, Explanation
 from redco_eqx._sharding.mesh import (
     STORED,
@@ -184,7 +184,7 @@ def analysis_of(
     except Exception as error:
         why = f"({type(error).__name__}: {error}, with JAX {jax.__version__})"
         text = f"shard_rules: the program could not be read {why}. Names and shapes decide. Please report this."
-        warnings.warn(text, ShardingWarning, stacklevel=4)
+        warn(text, ShardingWarning)
         return None
 
 
@@ -323,4 +323,4 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
             f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}"
         )
     for message in messages:
-        warnings.warn(message, ShardingWarning, stacklevel=3)
+        warn(message, ShardingWarning)

@@ -1,7 +1,6 @@
 """Put a chosen layout of values into the program, as sharding constraints where the layout changes."""
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, abstract, in_body, shape_of, type_of
 from redco_eqx._base.tree import is_key
+from redco_eqx._base.warn import warn
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
@@ -29,7 +29,7 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
         values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), merges(mesh))
         solution = solve(values, {i: dims.get(path) for i, path in enumerate(traced.paths)})
     except Exception as error:  # no solution, or a program of a newer JAX: it runs unchanged
-        warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)
+        warn(f"the activations are left to the compiler: {error}.", ShardingWarning)
         return traced.jaxpr
     return _Constraints(solution, mesh).program(traced.jaxpr, walk.bodies[-1])
 

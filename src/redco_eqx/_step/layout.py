@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ from jaxtyping import Array, PyTree
 from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
+from redco_eqx._base.warn import warn
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
 from redco_eqx._sharding.mesh import ShardingWarning, axis_size, misfit, num_batch_shards, tensor_dim
 from redco_eqx._step.gather import gather_where_used, is_split
@@ -143,11 +143,10 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
             odd.append(f"{path or 'array'} has {rows[0]} rows")
         leaves.append(x)
     if odd:
-        warnings.warn(
+        warn(
             f"the batch's {odd[0]}, which do not divide evenly over {shards} data shards: each computes all "
             "rows. Drop or pad some rows, or use another batch size.",
             ShardingWarning,
-            stacklevel=4,
         )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
@@ -262,8 +261,7 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     grads = jaxpr.outvars[len(jaxpr.outvars) - len(paths) :]
     unused = [path for path, atom in zip(paths, grads) if is_zero(atom)]
     if unused:
-        warnings.warn(
+        warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{first_few(unused)}. Leave them out with `trainable` of init_state, or use them.",
-            stacklevel=5,
+            f"{first_few(unused)}. Leave them out with `trainable` of init_state, or use them."
         )

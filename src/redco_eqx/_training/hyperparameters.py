@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import warnings
 from typing import Any, TypeAlias
 
 import jax
@@ -11,6 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import children, first_few, from_arrays, join, to_arrays
+from redco_eqx._base.warn import warn
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
 
@@ -49,11 +49,10 @@ def _kept(node: PyTree, path: str) -> dict[str, Any]:
 def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> None:
     """Warn if the hyperparameters of the checkpoint `source`, which count, are not those of this call."""
     if changed := _changed(kept, other):
-        warnings.warn(
+        warn(
             f"fit: the optimizer keeps its hyperparameters in its state, so those of {os.fspath(source)} "
             f"count, and not those of this call: {changed}. To continue with those of this call, pass the "
-            "state of init_state(model, optimizer) and Checkpoints(..., allow_changes=True).",
-            stacklevel=5,
+            "state of init_state(model, optimizer) and Checkpoints(..., allow_changes=True)."
         )
 
 
@@ -63,10 +62,9 @@ def replace_kept(restored: TrainState, given: Numbers, source: os.PathLike[str])
     changed = _changed(given, kept_in(restored.opt_state))
     if not changed:
         return restored
-    warnings.warn(
+    warn(
         f"fit: the run continues from {os.fspath(source)} with other hyperparameters, because "
-        f"allow_changes=True: {changed}.",
-        stacklevel=5,
+        f"allow_changes=True: {changed}."
     )
     arrays = to_arrays(restored.opt_state)
     for path, number in given.items():

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
+from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.arrays import Starts, digest, indices, mix, over_pieces, storable, summed, to_names
 from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
 from redco_eqx._data.streams import checksum
@@ -80,10 +81,9 @@ def with_programs(
     programs = programs_of(state, batch, **functions)
     changed = [name for name, x in programs.items() if x and run.identity.get(name, x) not in ("", x)]
     if changed:
-        warnings.warn(
+        warn(
             f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
-            f"different from the run so far, which continues from {source}.",
-            stacklevel=7,
+            f"different from the run so far, which continues from {source}."
         )
     return dataclasses.replace(run, identity={**run.identity, **programs})
 

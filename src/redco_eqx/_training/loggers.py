@@ -11,13 +11,13 @@ import os
 import pathlib
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 
 from redco_eqx._base.protocols import Logger
+from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord, from_json, to_json
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._paths import local_path
@@ -309,7 +309,7 @@ class Reporter:
             self.rows = rows = [by_step[step] for step in sorted(by_step)]
             if len(rows) < run.num_rows:
                 lack = f"{len(rows)} of the {run.num_rows} rows of the run are left in {path}"
-                warnings.warn(f"fit: {lack}, so the history lacks the others.", stacklevel=3)
+                warn(f"fit: {lack}, so the history lacks the others.")
 
     def say(self, message: str) -> None:
         """Print a line on the console, above the progress bar."""

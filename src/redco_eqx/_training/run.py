@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from redco_eqx._base.protocols import Batch, LossFn, Mean
 from redco_eqx._base.tree import first_few, lack_of_value
+from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
@@ -149,12 +149,11 @@ class Rounding:
         if float(lost) <= 0.5 or jax.process_index() != 0:
             return
         narrow = [f"{path} ({x.dtype})" for path, x in params.items() if x.dtype.itemsize < 4]
-        warnings.warn(
+        warn(
             f"fit: rounding loses {float(lost):.0%} of the updates: they are too small for the trained arrays "
             f"of fewer than 32 bits, {first_few(narrow, most=3)}, which stay the same. Train float32 "
             "parameters, and cast them in the loss: model = rx.cast(model, np.float32) before init_state (or "
-            "load float32 arrays), and model = rx.cast(model, jnp.bfloat16) in loss_fn.",
-            stacklevel=2,
+            "load float32 arrays), and model = rx.cast(model, jnp.bfloat16) in loss_fn."
         )
 
 
@@ -291,10 +290,9 @@ class Training:
                 self.run = with_programs(self.run, self.saver and self.saver.path, self.state, batch, functions)
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
-            warnings.warn(
+            warn(
                 f"collate_fn: {path or 'the batch'} is {became}, but was {was} in the first batch. Each new "
-                "shape compiles the step again: pad to a few fixed sizes.",
-                stacklevel=2,
+                "shape compiles the step again: pad to a few fixed sizes."
             )
             self._first = None
         program = train_program(self.state, batch, **functions, num_microbatches=self.num_microbatches)
