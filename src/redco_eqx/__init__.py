@@ -1,4 +1,5 @@
-"""Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
+"""Distributed training of any Equinox model: two sharding rules, three functions, pure
+steps."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from redco_eqx._data.batches import batches as batches
     from redco_eqx._data.data import Data as Data
     from redco_eqx._data.data import Stream as Stream
-    from redco_eqx._distributed.initialize import initialize_distributed as initialize_distributed
+    from redco_eqx._distributed.initialize import (
+        initialize_distributed as initialize_distributed,
+    )
     from redco_eqx._planning.plan import plan as plan
     from redco_eqx._sharding.kinds import parameter_kinds as parameter_kinds
     from redco_eqx._sharding.mesh import batch_sharding as batch_sharding
@@ -44,10 +47,10 @@ if TYPE_CHECKING:
     from redco_eqx._training.loggers import ConsoleLogger as ConsoleLogger
     from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
 
-# A name is imported when it is first used, so that a program loads only the modules that it needs
-# (https://scientific-python.org/specs/spec-0001). Type checkers and editors read the imports above; the program
-# reads this table, because the text of a module may not be there (in a zip file, or compiled alone). A test
-# compares the two.
+# A name is imported when it is first used, so that a program loads only the modules
+# that it needs (https://scientific-python.org/specs/spec-0001). Type checkers and
+# editors read the imports above; the program reads this table, because the text of a
+# module may not be there (in a zip file, or compiled alone). A test compares the two.
 _MODULES = ("errors", "layers", "types")
 _NAMES_IN = {
     "_base.protocols": ("Mean", "split_activations"),

@@ -1,4 +1,5 @@
-"""Create a sharded model: the part of its program that makes a leaf is compiled with the leaf's sharding."""
+"""Create a sharded model: the part of its program that makes a leaf is compiled with
+the leaf's sharding."""
 
 import dataclasses
 import functools
@@ -34,10 +35,12 @@ from redco_eqx._sharding.rules import Overrides, check_arguments, shard_rules
 from redco_eqx._step.init import check_apart
 from redco_eqx._step.state import is_pair
 
-# Splitting up a traced program: small values are computed in order, and the rest leaf by leaf.
+# Splitting up a traced program: small values are computed in order, and the rest leaf
+# by leaf.
 #
-# Small values (keys, scalars) are computed on one device. Arrays made from these element by element are
-# computed with the leaf's sharding, each shard where it lies. The rest is computed on one device.
+# Small values (keys, scalars) are computed on one device. Arrays made from these
+# element by element are computed with the leaf's sharding, each shard where it lies.
+# The rest is computed on one device.
 
 
 Concrete: TypeAlias = jax.Array | np.ndarray
@@ -52,8 +55,9 @@ class Birth:
     """The plan for making one array of the model.
 
     - `leaf`: the variable of the array in the traced program.
-    - `way`: `"given"` if the value is small, and so already known; `"spread"` if a program makes each shard on
-        its own device; `"whole"` if a program makes the array on one device.
+    - `way`: `"given"` if the value is small, and so already known; `"spread"` if a
+        program makes each shard on its own device; `"whole"` if a program makes the
+        array on one device.
     - `program`: makes `leaf` from its inputs, which are known values.
     """
 
@@ -63,10 +67,15 @@ class Birth:
 
 
 def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Concrete]]:
-    """Plan how to make each result of `closed` from `key`, and compute the small values along the way."""
+    """Plan how to make each result of `closed` from `key`, and compute the small values
+    along the way."""
     jaxpr = closed.jaxpr
-    consts = [_on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts]
-    values: dict[Var, Concrete] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
+    consts = [
+        _on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts
+    ]
+    values: dict[Var, Concrete] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key])
+    )
     equations: list[JaxprEqn] = []
 
     def known(value: Concrete, aval: Any) -> Var:
@@ -78,8 +87,9 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         """Walk through a program with these names as inputs, and return its results."""
 
         def read(atom: Operand) -> Var:
-            # Turn numbers into operands, as when Python runs the program. Layers that differ only in a number,
-            # such as the index in keys[0], keys[1], ..., then still have equal programs.
+            # Turn numbers into operands, as when Python runs the program. Layers that
+            # differ only in a number, such as the index in keys[0], keys[1], ..., then
+            # still have equal programs.
             if isinstance(atom, Literal):
                 return known(np.asarray(atom.val, dtype_of(atom)), atom.aval)
             return names.get(atom, atom)
@@ -87,16 +97,33 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         for equation in jaxpr.eqns:
             inputs: list[Any] = [read(atom) for atom in equation.invars]
             outputs: list[Any] = [Var(x.aval) for x in equation.outvars]
-            inner = called(equation) if equation.primitive.name in CALLS and len(outputs) > 1 else None
-            if inner is not None and not inner.constvars:  # several arrays of the model: make each one alone
-                names.update(zip(equation.outvars, compute(inner, dict(zip(inner.invars, inputs)))))
+            inner = (
+                called(equation)
+                if equation.primitive.name in CALLS and len(outputs) > 1
+                else None
+            )
+            if inner is not None and not inner.constvars:
+                # Several arrays of the model: make each one alone.
+                names.update(
+                    zip(
+                        equation.outvars,
+                        compute(inner, dict(zip(inner.invars, inputs))),
+                    )
+                )
                 continue
             names.update(zip(equation.outvars, outputs))
-            if equation.primitive.name == "slice" and set(equation.params["strides"] or (1,)) == {1}:
-                starts = [np.asarray(start, np.uint32) for start in equation.params["start_indices"]]
+            if equation.primitive.name == "slice" and set(
+                equation.params["strides"] or (1,)
+            ) == {1}:
+                starts = [
+                    np.asarray(start, np.uint32)
+                    for start in equation.params["start_indices"]
+                ]
                 inputs += [known(start, jax.typeof(start)) for start in starts]
                 sizes = {"slice_sizes": shape_of(equation.outvars[0])}
-                equation = equation.replace(primitive=jax.lax.dynamic_slice_p, params=sizes)
+                equation = equation.replace(
+                    primitive=jax.lax.dynamic_slice_p, params=sizes
+                )
             equation = equation.replace(invars=inputs, outvars=outputs)
             if values.keys() >= set(inputs) and all(map(is_small, [*inputs, *outputs])):
                 values.update(_computed(closed.jaxpr, equation, values))
@@ -105,7 +132,9 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         return [read(atom) for atom in jaxpr.outvars]
 
     leaves = compute(jaxpr, {})
-    producers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
+    producers = {
+        var: i for i, equation in enumerate(equations) for var in equation.outvars
+    }
     spread = _spread(equations, {var for var in values if is_small(var)})
 
     def birth(leaf: Var) -> Birth:
@@ -117,19 +146,37 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
                 needed.add(producers[var])
                 stack += _variables(equations[producers[var]].invars)
         own = [equations[i] for i in sorted(needed)]
-        read = [var for equation in own for var in _variables(equation.invars) if var in values]
+        read = [
+            var
+            for equation in own
+            for var in _variables(equation.invars)
+            if var in values
+        ]
         inputs = list(dict.fromkeys(read))
         way = "given" if leaf in values else "spread" if leaf in spread else "whole"
-        return Birth(leaf, way, jaxpr.replace(constvars=(), invars=inputs, outvars=[leaf], eqns=own))
+        return Birth(
+            leaf,
+            way,
+            jaxpr.replace(constvars=(), invars=inputs, outvars=[leaf], eqns=own),
+        )
 
     return [birth(leaf) for leaf in leaves], values
 
 
-def _computed(template: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:
+def _computed(
+    template: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]
+) -> dict[Var, Any]:
     """Compute the results of an equation without literals from these values."""
     inputs = _variables(equation.invars)
-    alone = template.replace(constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation])
-    return dict(zip(equation.outvars, jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs])))
+    alone = template.replace(
+        constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation]
+    )
+    return dict(
+        zip(
+            equation.outvars,
+            jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs]),
+        )
+    )
 
 
 def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
@@ -148,9 +195,16 @@ def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
     return found
 
 
-def _those_of(found: set[Var], atoms: Sequence[Operand], names: Sequence[Var]) -> set[Var]:
-    """The `names` on the other side of a call that belong to `atoms` in `found`, or to literals."""
-    return {name for name, atom in zip(names, atoms) if isinstance(atom, Literal) or atom in found}
+def _those_of(
+    found: set[Var], atoms: Sequence[Operand], names: Sequence[Var]
+) -> set[Var]:
+    """The `names` on the other side of a call that belong to `atoms` in `found`, or to
+    literals."""
+    return {
+        name
+        for name, atom in zip(names, atoms)
+        if isinstance(atom, Literal) or atom in found
+    }
 
 
 def _variables(atoms: Sequence[Operand]) -> list[Var]:
@@ -163,15 +217,21 @@ def is_small(var: Var) -> bool:
 
 
 def _is_elementwise(equation: JaxprEqn) -> bool:
-    """True if a shard of the result needs only the same shard of the operands, or no operand."""
-    name, result = equation.primitive.name, equation.outvars[0]
+    """True if a shard of the result needs only the same shard of the operands, or no
+    operand."""
+    name = equation.primitive.name
+    result = equation.outvars[0]
     if name == "random_bits":
         config: Any = jax.config
         # The bits of a threefry key depend only on the key and on their place.
         threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
-        return dtype_of(equation.invars[0]) == threefry.dtype and config.jax_threefry_partitionable
+        return (
+            dtype_of(equation.invars[0]) == threefry.dtype
+            and config.jax_threefry_partitionable
+        )
     if name == "reshape":
-        before, after = shape_of(equation.invars[0]), shape_of(result)
+        before = shape_of(equation.invars[0])
+        after = shape_of(result)
         return [n for n in before if n != 1] == [n for n in after if n != 1]
     moves = ("broadcast_in_dim", "iota", "squeeze", "transpose")
     return (name in ELEMENTWISE or name in moves) and not is_key(type_of(result))
@@ -190,32 +250,34 @@ def init_model(
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
 ) -> M:
-    """Create the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
+    """Create the model `make_model(key)` directly on `mesh`, in the layout of
+    `shard_rules`.
 
-    Each device computes its own shard of an array and nothing larger. This works for the usual initialisers:
-    constants, and draws from threefry keys (JAX's default) that are changed element by element (uniform,
-    normal, truncated normal, and their scaled forms). It also works for stacks of layers (`eqx.filter_vmap`
-    over keys).
+    Each device computes its own shard of an array and nothing larger. This works for
+    the usual initialisers: constants, and draws from threefry keys (JAX's default) that
+    are changed element by element (uniform, normal, truncated normal, and their scaled
+    forms). It also works for stacks of layers (`eqx.filter_vmap` over keys).
 
-    Other arrays are created whole on one device, one at a time, and then placed. A stack of such arrays is
-    created with all layers at once (a list takes less memory, because each layer is created alone). These
-    arrays are:
+    Other arrays are created whole on one device, one at a time, and then placed. A
+    stack of such arrays is created with all layers at once (a list takes less memory,
+    because each layer is created alone). These arrays are:
 
     - orthogonal matrices and other decompositions;
     - sorts and permutations;
     - arrays that are normalised by a sum over the array;
-    - parts of a larger draw, and arrays assembled from several others (slice, concatenation, reshape,
-        `.at[...].set`);
+    - parts of a larger draw, and arrays assembled from several others (slice,
+        concatenation, reshape, `.at[...].set`);
     - draws from a loop (`jax.random.gamma`);
     - draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable` off;
     - arrays that are computed from a large array outside `make_model`.
 
-    If anything in `make_model` has a side effect (`jax.debug.print`), the whole model is created on one device,
-    one operation at a time, and then placed.
+    If anything in `make_model` has a side effect (`jax.debug.print`), the whole model
+    is created on one device, one operation at a time, and then placed.
 
-    The values do not depend on the mesh. They equal those of `make_model(key)` up to the last bit of a fused
-    operation: a product followed by a sum may be rounded once instead of twice. Layers that are created in the
-    same way share compiled programs, so more layers need no more compilation.
+    The values do not depend on the mesh. They equal those of `make_model(key)` up to
+    the last bit of a fused operation: a product followed by a sum may be rounded once
+    instead of twice. Layers that are created in the same way share compiled programs,
+    so more layers need no more compilation.
 
     ```python
     def make_model(key):
@@ -226,32 +288,42 @@ def init_model(
 
     **Arguments:**
 
-    - `make_model`: makes the model from a key. The model's arrays must not depend on anything outside.
+    - `make_model`: makes the model from a key. The model's arrays must not depend on
+        anything outside.
     - `mesh`, `overrides`, `loss_fn`, `batch`: as for `shard_rules`.
     - `key`: a PRNG key.
 
     **Returns:**
 
-    The model, or any other result of `make_model` (for example, the pair of `eqx.nn.make_with_state`).
+    The model, or any other result of `make_model` (for example, the pair of
+    `eqx.nn.make_with_state`).
 
     **Raises:**
 
-    `ValueError` or `TypeError` as `shard_rules` does, before anything is computed, and for an abstract mesh.
+    `ValueError` or `TypeError` as `shard_rules` does, before anything is computed, and
+    for an abstract mesh.
     """
     check_mesh(mesh)
     if not isinstance(mesh, Mesh):
-        raise TypeError("init_model: mesh is abstract, so it has no devices. Pass one of make_mesh(...).")
-    if any(map(is_array, jax.tree.leaves(make_model))):  # a function from `eqx.filter_jit` has none
         raise TypeError(
-            f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
-            "lambda key: ... that makes the model. To place a model that you have already made, use "
-            "eqx.filter_shard(model, shard_rules(model, mesh))."
+            "init_model: mesh is abstract, so it has no devices. Pass one of "
+            "make_mesh(...)."
+        )
+    if any(map(is_array, jax.tree.leaves(make_model))):
+        # A function from `eqx.filter_jit` has none.
+        raise TypeError(
+            "init_model: make_model must be a function of a key, but is a "
+            f"{type(make_model).__name__}. Pass lambda key: ... that makes the model. "
+            "To place a model that you have already made, use eqx.filter_shard(model, "
+            "shard_rules(model, mesh))."
         )
     check_functions("init_model", make_model=make_model)
     key = _on_this_process(as_key("init_model", key))
     closed, arrays, static = trace_arrays(make_model, key)
     check_captured("init_model", static)
-    if is_shared(mesh):  # each process makes other parts of an array, so no later check sees a difference
+    if is_shared(mesh):
+        # Each process makes other parts of an array, so no later check sees a
+        # difference.
         facts = {
             "key": str(jax.random.key_data(key)),
             "the checksum of make_model's program": program_digest(closed),
@@ -263,24 +335,34 @@ def init_model(
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     if closed.effects:  # they must happen in order
         _check_apart(arrays, closed.jaxpr.outvars)
-        made = [put_global(x, sharding) for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)]
+        made = [
+            put_global(x, sharding)
+            for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)
+        ]
     else:
         births, values = births_of(closed, key)
         _check_apart(arrays, [birth.leaf for birth in births])
-        made = [make(birth, values, sharding) for birth, sharding in zip(births, shardings)]
+        made = [
+            make(birth, values, sharding) for birth, sharding in zip(births, shardings)
+        ]
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
 
 
-def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-    """The program of `make_model`, its results as abstract arrays, and everything else that it returns.
+def trace_arrays(
+    make_model: Callable[[Key], PyTree], key: Key
+) -> tuple[ClosedJaxpr, PyTree, PyTree]:
+    """The program of `make_model`, its results as abstract arrays, and everything else
+    that it returns.
 
-    NumPy arrays belong to everything else (`eqx.filter_make_jaxpr` would trace them as results): they are
-    constants, which stay as they are.
+    NumPy arrays belong to everything else (`eqx.filter_make_jaxpr` would trace them as
+    results): they are constants, which stay as they are.
     """
     rest = []
 
     def make_arrays(key: Key) -> PyTree[Array]:
-        arrays, static = eqx.partition(make_model(key), lambda x: isinstance(x, jax.Array))
+        arrays, static = eqx.partition(
+            make_model(key), lambda x: isinstance(x, jax.Array)
+        )
         rest.append(static)
         return arrays
 
@@ -288,9 +370,11 @@ def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJ
     return closed, arrays, rest[-1]
 
 
-def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: Any) -> PyTree:
-    """`shard_rules` for a model, or for the pair of a model and its state. Every device holds the whole
-    state."""
+def _layout(
+    abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: Any
+) -> PyTree:
+    """`shard_rules` for a model, or for the pair of a model and its state. Every device
+    holds the whole state."""
     if not is_pair(abstract):
         return shard_rules(abstract, mesh, overrides=overrides, **decided_by)
     model, model_state = abstract
@@ -306,7 +390,9 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
 def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
     """Raise `ValueError` if two leaves are the same array."""
     pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
-    check_apart("init_model", [(var, path) for var, path in pairs if isinstance(var, Var)])
+    check_apart(
+        "init_model", [(var, path) for var, path in pairs if isinstance(var, Var)]
+    )
 
 
 def _on_this_process(key: Key) -> Key:
@@ -322,12 +408,14 @@ def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> 
     value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
     if birth.way == "spread":
         return value
-    # Wait for this array. Otherwise the next one would be made, whole, at the same time.
+    # Wait for this array. Otherwise the next one would be made, whole, at the same
+    # time.
     return jax.block_until_ready(put_global(value, sharding))
 
 
 def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
-    """The jitted program of a leaf, shared by all leaves with equal programs and shardings."""
+    """The jitted program of a leaf, shared by all leaves with equal programs and
+    shardings."""
     program = birth.program
     canonical = Canonical(program, str(program), tuple(_constants(program)))
     return _jit(canonical, sharding if birth.way == "spread" else None)
@@ -335,10 +423,11 @@ def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Canonical:
-    """A jaxpr that equals every other jaxpr with the same computation, whatever the names of its variables.
+    """A jaxpr that equals every other jaxpr with the same computation, whatever the
+    names of its variables.
 
-    Jaxprs are compared by text, and by the `id` of each constant. No other object can have this `id` while the
-    jaxpr keeps the constant alive.
+    Jaxprs are compared by text, and by the `id` of each constant. No other object can
+    have this `id` while the jaxpr keeps the constant alive.
     """
 
     jaxpr: Jaxpr = dataclasses.field(compare=False)
@@ -347,7 +436,9 @@ class Canonical:
 
 
 def _constants(jaxpr: Jaxpr) -> Iterator[int]:
-    for part in jax.tree.leaves([list(equation.params.values()) for equation in jaxpr.eqns]):
+    for part in jax.tree.leaves(
+        [list(equation.params.values()) for equation in jaxpr.eqns]
+    ):
         if isinstance(part, Jaxpr | ClosedJaxpr):
             yield from map(id, getattr(part, "consts", ()))
             yield from _constants(body(part))
@@ -355,7 +446,8 @@ def _constants(jaxpr: Jaxpr) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=128)
 def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Array]:
-    """Jit a program of arrays that are the same on every process, and committed to no device."""
+    """Jit a program of arrays that are the same on every process, and committed to no
+    device."""
 
     def run(*operands: Array) -> Array:
         values = dict(zip(program.jaxpr.invars, operands))
@@ -368,7 +460,8 @@ def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Ar
 
 
 def _rounded(x: Array) -> Array:
-    """Round as single operations do: inside a program, XLA uses more bits than bfloat16 has."""
+    """Round as single operations do: inside a program, XLA uses more bits than bfloat16
+    has."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     info = jnp.finfo(x.dtype)

@@ -1,4 +1,5 @@
-"""Building blocks of layers, with built-in communication over `tensor`, and with remat."""
+"""Building blocks of layers, with built-in communication over `tensor`, and with
+remat."""
 
 from redco_eqx._parallel.activations import ActivationAxes, activation_axes
 from redco_eqx._parallel.linear import column, row

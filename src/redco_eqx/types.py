@@ -1,4 +1,5 @@
-"""Types for annotations: those of arguments and results that a user does not construct by name."""
+"""Types for annotations: those of arguments and results that a user does not construct
+by name."""
 
 from redco_eqx._base.protocols import Batch as Batch
 from redco_eqx._base.protocols import CollateFn as CollateFn

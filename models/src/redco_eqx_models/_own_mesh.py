@@ -12,22 +12,26 @@ R = TypeVar("R")
 
 
 def on_own_mesh(function: Callable[A, R]) -> Callable[A, R]:
-    """Run `function(model, ...)` as if `jax.set_mesh` had set no mesh, or the one that the model lies on.
+    """Run `function(model, ...)` as if `jax.set_mesh` had set no mesh, or the one that
+    the model lies on.
 
-    JAX refuses a layout on one mesh while another one is set. Inside a `shard_map` nothing changes.
+    JAX refuses a layout on one mesh while another one is set. Inside a `shard_map`
+    nothing changes.
     """
 
     @functools.wraps(function)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
-        current, own = jax.sharding.get_abstract_mesh(), _mesh_of((args, kwargs))
+        current = jax.sharding.get_abstract_mesh()
+        own = _mesh_of((args, kwargs))
         if current.empty or current.manual_axes or own is None or own == current:
             return function(*args, **kwargs)
         try:
             no_mesh: Any = jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
         except ValueError:
             raise ValueError(
-                f"this jit runs under jax.set_mesh with a mesh whose axes are {dict(current.shape)}, but the "
-                f"model lies on one whose axes are {dict(own.shape)}. Call the jitted function outside of that "
+                "this jit runs under jax.set_mesh with a mesh whose axes are "
+                f"{dict(current.shape)}, but the model lies on one whose axes are "
+                f"{dict(own.shape)}. Call the jitted function outside of that "
                 "jax.set_mesh."
             ) from None
         with no_mesh:

@@ -1,1 +1,2 @@
-"""The terms that every room uses: leaves by path, the three functions, traced programs."""
+"""The terms that every room uses: leaves by path, the three functions, traced
+programs."""

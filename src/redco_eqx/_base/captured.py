@@ -1,4 +1,5 @@
-"""Functions in a model that hold arrays: no rule, optimizer or checkpoint sees these."""
+"""Functions in a model that hold arrays: no rule, optimizer or checkpoint sees
+these."""
 
 import dataclasses
 import functools
@@ -10,14 +11,23 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from redco_eqx._base.tree import children, describe, is_array, is_trainable, join, leaves_with_paths
+from redco_eqx._base.tree import (
+    children,
+    describe,
+    is_array,
+    is_trainable,
+    join,
+    leaves_with_paths,
+)
 
 
 def check_captured(where: str, tree: PyTree) -> None:
-    """Raise `ValueError`, naming the path, if a function in `tree` holds an array that could be trained.
+    """Raise `ValueError`, naming the path, if a function in `tree` holds an array that
+    could be trained.
 
-    Such an array would stay as it is, whatever the optimizer does. If it belongs to a trace, as in
-    `init_model`, JAX would fail later without a name. NumPy arrays are constants, and may be held.
+    Such an array would stay as it is, whatever the optimizer does. If it belongs to a
+    trace, as in `init_model`, JAX would fail later without a name. NumPy arrays are
+    constants, and may be held.
     """
     for path, value in _functions_in(tree):
         found = first_captured(value)
@@ -25,15 +35,17 @@ def check_captured(where: str, tree: PyTree) -> None:
             continue
         name, x = found
         raise ValueError(
-            f"{where}: {path or 'the model'} is a function that holds the array {name}, {describe(x)}. A step "
-            "cannot train it, and no layout or checkpoint has it. Make what it belongs to a field of the "
-            "module, as in self.linear = eqx.nn.Linear(...), and wrap it where it is called, as in "
+            f"{where}: {path or 'the model'} is a function that holds the array "
+            f"{name}, {describe(x)}. A step cannot train it, and no layout or "
+            "checkpoint has it. Make what it belongs to a field of the module, as in "
+            "self.linear = eqx.nn.Linear(...), and wrap it where it is called, as in "
             "jax.vmap(self.linear)(x). If it is a constant, make it a NumPy array."
         )
 
 
 def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf and every value of a static field that can be called, with its path."""
+    """Every leaf and every value of a static field that can be called, with its
+    path."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             value = getattr(tree, field.name, None)
@@ -47,11 +59,11 @@ def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def first_captured(function: Any) -> tuple[str, Any] | None:
-    """The first array that a function holds and that could be trained, or that belongs to a trace: its name in
-    the function, and the array.
+    """The first array that a function holds and that could be trained, or that belongs
+    to a trace: its name in the function, and the array.
 
-    It looks into closures, defaults, `functools.partial`, bound methods, and functions that wrap another (of
-    `jax.vmap` and `jax.jit`), but not into global variables.
+    It looks into closures, defaults, `functools.partial`, bound methods, and functions
+    that wrap another (of `jax.vmap` and `jax.jit`), but not into global variables.
     """
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [("", function)]
@@ -66,11 +78,16 @@ def first_captured(function: Any) -> tuple[str, Any] | None:
 
 
 def _held_by(x: Any) -> list[tuple[str, Any]]:
-    """The values that an object holds, by name. The name of a function that it wraps is empty."""
+    """The values that an object holds, by name. The name of a function that it wraps is
+    empty."""
     if isinstance(x, type | types.ModuleType) or is_array(x):
         return []
     if isinstance(x, functools.partial):
-        return [*((str(i), value) for i, value in enumerate(x.args)), *x.keywords.items(), ("", x.func)]
+        return [
+            *((str(i), value) for i, value in enumerate(x.args)),
+            *x.keywords.items(),
+            ("", x.func),
+        ]
     if isinstance(x, types.MethodType):
         return [("", x.__func__), ("self", x.__self__)]
     if not jax.tree_util.all_leaves([x]):

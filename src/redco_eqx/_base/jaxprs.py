@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)  # pyright: ignore[reportPrivateImportUsage]
 from jaxtyping import Array, PyTree
 
 from redco_eqx._base.tree import is_key
@@ -21,24 +29,35 @@ from redco_eqx._base.tree import is_key
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 """The names that versions of JAX give to `jax.checkpoint`."""
 
-CALLS = (*CHECKPOINTS, "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
-"""Operations that run a body once. The body takes their operands and returns their results."""
+CALLS = (
+    *CHECKPOINTS,
+    "jit",
+    "pjit",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "closed_call",
+)
+"""Operations that run a body once. The body takes their operands and returns their
+results."""
 
-# Each element of the result depends only on the elements of the operands at the same place.
+# Each element of the result depends only on the elements of the operands at the same
+# place.
 _ELEMENTWISE = """
-    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt
-    max min mul ne neg nextafter not optimization_barrier or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy
+    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not optimization_barrier or population_count pow real reduce_precision rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 
-# These may have the shapes of an elementwise operation, but every number may depend on every other.
+# These may have the shapes of an elementwise operation, but every number may depend on
+# every other.
 _NOT_ELEMENTWISE = """
-    custom_call custom_partitioning debug_callback ffi_call io_callback mosaic_gpu pallas_call pure_callback
-    shard_map tpu_custom_call
+    custom_call custom_partitioning debug_callback ffi_call io_callback mosaic_gpu
+    pallas_call pure_callback shard_map tpu_custom_call
 """
 NOT_ELEMENTWISE = frozenset(_NOT_ELEMENTWISE.split())
 
@@ -55,7 +74,8 @@ def type_of(atom: Operand) -> ShapedArray:
 
 
 def shape_of(atom: Operand) -> tuple[int, ...]:
-    """The shape of a variable or literal; `()` for a value without a shape, such as a token."""
+    """The shape of a variable or literal; `()` for a value without a shape, such as a
+    token."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
@@ -67,7 +87,11 @@ def dtype_of(atom: Operand) -> Any:
 def num_bytes(aval: Any) -> int:
     """Bytes of an array of this type; 0 for a type without a dtype, such as a token."""
     dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
+    return (
+        0
+        if dtype is None
+        else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
+    )
 
 
 # Bodies.
@@ -79,7 +103,8 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def in_body(program: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """The program with its operations changed; the same object if they stay the same object."""
+    """The program with its operations changed; the same object if they stay the same
+    object."""
     inner = change(body(program))
     if inner is body(program):
         return program
@@ -88,15 +113,19 @@ def in_body(program: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
-    """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...); None for other operations."""
+    """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...); None for
+    other operations."""
     for inner in jaxprs_in_params(equation.params):
-        fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
+        fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(
+            equation.outvars
+        )
         return inner if fits else None
     return None
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Count the constants and the carried values of a scan, by shapes, since JAX 0.11 does not record them."""
+    """Count the constants and the carried values of a scan, by shapes, since JAX 0.11
+    does not record them."""
     inner = body(equation.params["jaxpr"])
     pairs = zip(equation.invars, inner.invars)
     num_xs = sum(len(shape_of(outer)) > len(shape_of(one)) for outer, one in pairs)
@@ -106,8 +135,13 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Mark the operations and the inputs that the wanted `results` of a program depend on."""
-    wanted = {var for var, is_wanted in zip(program.outvars, results) if is_wanted and isinstance(var, Var)}
+    """Mark the operations and the inputs that the wanted `results` of a program depend
+    on."""
+    wanted = {
+        var
+        for var, is_wanted in zip(program.outvars, results)
+        if is_wanted and isinstance(var, Var)
+    }
     flags = []
     for equation in reversed(program.eqns):
         outputs = [var in wanted for var in equation.outvars]
@@ -115,13 +149,20 @@ def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool
         if not flags[-1]:
             continue
         inner = called(equation) if equation.primitive.name != "scan" else None
-        operands = [True] * len(equation.invars) if inner is None else used(inner, outputs)[1]
-        wanted.update(v for v, is_used in zip(equation.invars, operands) if is_used and isinstance(v, Var))
+        operands = (
+            [True] * len(equation.invars) if inner is None else used(inner, outputs)[1]
+        )
+        wanted.update(
+            v
+            for v, is_used in zip(equation.invars, operands)
+            if is_used and isinstance(v, Var)
+        )
     return flags[::-1], [var in wanted for var in program.invars]
 
 
 def source_line(equation: JaxprEqn) -> str:
-    """The line of the user's code that an operation comes from, as `file.py:12 (function)`."""
+    """The line of the user's code that an operation comes from, as
+    `file.py:12 (function)`."""
     traceback = getattr(equation.source_info, "traceback", None)
     own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
     for frame in traceback.frames if traceback else ():
@@ -130,14 +171,17 @@ def source_line(equation: JaxprEqn) -> str:
     return "an operation of unknown origin"
 
 
-# Programs: functions of arrays that are traced once, and then read, changed, run or differentiated.
+# Programs: functions of arrays that are traced once, and then read, changed, run or
+# differentiated.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function of PyTrees of arrays. Calling it adds its operations to the surrounding trace.
+    """A traced function of PyTrees of arrays. Calling it adds its operations to the
+    surrounding trace.
 
-    - `closed`: the operations. Their inputs and outputs are the leaves of the arguments and of the result.
+    - `closed`: the operations. Their inputs and outputs are the leaves of the arguments
+        and of the result.
     - `results`: the structure of the result.
     """
 
@@ -156,27 +200,37 @@ class Program:
 
 
 def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
-    """Trace `function` for arguments of these shapes and dtypes. The arguments may be abstract."""
+    """Trace `function` for arguments of these shapes and dtypes. The arguments may be
+    abstract."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return Program(closed, jax.tree.structure(shapes))
 
 
 def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
-    """Make an abstract array of this type; it keeps the mesh that the type has inside a trace."""
+    """Make an abstract array of this type; it keeps the mesh that the type has inside a
+    trace."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+    )
 
 
 def program_digest(closed: ClosedJaxpr) -> str:
-    """A digest of a traced program, from its text and the arrays that it captured. It is the same in each
-    process.
+    """A digest of a traced program, from its text and the arrays that it captured. It
+    is the same in each process.
 
-    Names of functions do not count, and neither does a backward pass that is written by hand.
+    Names of functions do not count, and neither does a backward pass that is written by
+    hand.
     """
-    text = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode())
+    text = hashlib.sha256(
+        re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode()
+    )
     for x in closed.consts:
-        if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:  # reading it takes no time
-            text.update(np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes())
+        if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:
+            # Reading it takes no time.
+            text.update(
+                np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
+            )
     return text.hexdigest()[:16]
 
 
@@ -184,16 +238,20 @@ def program_digest(closed: ClosedJaxpr) -> str:
 
 
 Rewrite: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
-"""Returns the function that replaces an operation, with the same operands, or `None` to keep the operation."""
+"""Returns the function that replaces an operation, with the same operands, or `None` to
+keep the operation."""
 
-_REPLACED = "redco_eqx_replaced"  # marks a replacement, so that it is not replaced again
+# Marks a replacement, so that it is not replaced again.
+_REPLACED = "redco_eqx_replaced"
 
 
 def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
-    """Replace each operation of `jaxpr` for which `rule` gives a function, also inside loops and calls.
+    """Replace each operation of `jaxpr` for which `rule` gives a function, also inside
+    loops and calls.
 
-    If nothing is replaced in a program, or in a part of it, the same object is returned. Replacements do not
-    reach the derivative of a `custom_jvp` or `custom_vjp` that is not yet differentiated.
+    If nothing is replaced in a program, or in a part of it, the same object is
+    returned. Replacements do not reach the derivative of a `custom_jvp` or `custom_vjp`
+    that is not yet differentiated.
     """
     equations = [_rewritten(equation, rule) for equation in jaxpr.eqns]
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns))
@@ -213,10 +271,21 @@ def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
 
         replaced.__name__ = _REPLACED
         (call,) = jax.make_jaxpr(jax.jit(replaced))(*operands).jaxpr.eqns
-        return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+        return call.replace(
+            invars=equation.invars,
+            outvars=equation.outvars,
+            source_info=equation.source_info,
+        )
     # A conditional or a linear solve has its programs in a tuple.
-    old, structure = jax.tree.flatten(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
-    inner = [in_body(x, lambda y: rewrite(y, rule)) if isinstance(x, Jaxpr | ClosedJaxpr) else x for x in old]
+    old, structure = jax.tree.flatten(
+        equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    )
+    inner = [
+        in_body(x, lambda y: rewrite(y, rule))
+        if isinstance(x, Jaxpr | ClosedJaxpr)
+        else x
+        for x in old
+    ]
     if all(new is x for new, x in zip(inner, old)):
         return equation
     return equation.replace(params=jax.tree.unflatten(structure, inner))

@@ -1,4 +1,5 @@
-"""Terms of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
+"""Terms of the library: aliases, the three functions that a user writes, `Mean`,
+`Logger`."""
 
 import dataclasses
 import functools
@@ -24,21 +25,25 @@ Batch: TypeAlias = PyTree
 
 
 Examples: TypeAlias = Any
-"""Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
+"""Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging
+Face dataset."""
 
 
 class Mean(eqx.Module):
-    """A weighted mean to which you can add other means. It holds a weighted sum and the sum of the weights.
+    """A weighted mean to which you can add other means. It holds a weighted sum and the
+    sum of the weights.
 
-    Means add up exactly over microbatches, devices and batches, whatever their weights. The loss of a batch
-    is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`. If a loss has
-    weight `n`, add a term without a weight as `Mean(cross_entropy + auxiliary * n, n)`.
+    Means add up exactly over microbatches, devices and batches, whatever their weights.
+    The loss of a batch is `sum(total) / sum(weight)`, not a mean of means. Gradients do
+    not flow through `weight`. If a loss has weight `n`, add a term without a weight as
+    `Mean(cross_entropy + auxiliary * n, n)`.
 
     `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` use the value of the mean.
     `json.dumps(metrics, default=float)` turns all metrics of a step into text.
 
     ```python
-    total = rx.Mean(6.0, 3.0) + rx.Mean(2.0, 1.0)      # 8 over 4 tokens, wherever they were: 2.0
+    # 8 over 4 tokens, wherever they were: 2.0
+    total = rx.Mean(6.0, 3.0) + rx.Mean(2.0, 1.0)
 
     def masked_loss(model, batch, key):
         errors, counts = (jax.vmap(model)(batch) - batch) ** 2, batch > 0
@@ -59,7 +64,8 @@ class Mean(eqx.Module):
 
     @property
     def value(self) -> Array:
-        """`total / weight`, or 0 where the weight is 0 (an [`evaluate`][] over a weight of 0 is NaN)."""
+        """`total / weight`, or 0 where the weight is 0 (an [`evaluate`][] over a weight
+        of 0 is NaN)."""
         empty = self.weight == 0
         return jnp.where(empty, 0, self.total) / jnp.where(empty, 1, self.weight)
 
@@ -70,36 +76,57 @@ class Mean(eqx.Module):
         return float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
-        """Format the value, or the pair under a trace, where the value is not a number."""
+        """Format the value, or the pair under a trace, where the value is not a
+        number."""
         is_traced = isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
         return repr(self) if is_traced else format(float(self), spec)
 
-    def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        # Use NumPy, because JAX refuses to compute with the results of a step under `jax.set_mesh` of another
-        # mesh.
-        total, weight = np.asarray(self.total), np.asarray(self.weight)
+    def __array__(
+        self, dtype: np.dtype | type | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        # Use NumPy, because JAX refuses to compute with the results of a step under
+        # `jax.set_mesh` of another mesh.
+        total = np.asarray(self.total)
+        weight = np.asarray(self.weight)
         empty = weight == 0
-        value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
+        value = np.where(empty, np.zeros_like(total), total) / np.where(
+            empty, np.ones_like(weight), weight
+        )
         return np.array(value, dtype)
 
 
 Metrics: TypeAlias = dict[str, Mean]
-"""The metrics of a step, by name. They are means, so that they can be added over steps."""
+"""The metrics of a step, by name. They are means, so that they can be added over
+steps."""
 
-RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "epoch", "mfu", "examples_per_second")
-RESERVED_METRICS += ("tokens_per_second", "data_wait_seconds", "slowest_process", "slowest_by_seconds")
+RESERVED_METRICS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "epoch",
+    "mfu",
+    "examples_per_second",
+)
+RESERVED_METRICS += (
+    "tokens_per_second",
+    "data_wait_seconds",
+    "slowest_process",
+    "slowest_by_seconds",
+)
 RESERVED_METRICS += ("rounded_away",)
 
 
 CollateFn: TypeAlias = Callable[[Sequence[PyTree]], Batch]
-"""Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
+"""Turns a list of examples into one batch of NumPy arrays with leading dim
+`len(examples)`."""
 
 LossFn: TypeAlias = Callable[[PyTree, Batch, Key], PyTree]
 """The loss of one batch, optionally with further metrics.
 
-`(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with an
-`eqx.nn.State` is passed as the pair `(model, state)`, and the function returns
-`(loss, metrics, new_state)`.
+`(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a
+[`Mean`][]. A model with an `eqx.nn.State` is passed as the pair `(model, state)`, and
+the function returns `(loss, metrics, new_state)`.
 """
 
 PredictFn: TypeAlias = Callable[[PyTree, Batch, Key], PyTree]
@@ -114,7 +141,8 @@ Logger: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 @dataclasses.dataclass(frozen=True)
 class SplitActivations:
-    """A function of `(model, batch, key)` whose activations the steps lay out: see `split_activations`."""
+    """A function of `(model, batch, key)` whose activations the steps lay out: see
+    `split_activations`."""
 
     function: Callable[..., PyTree]
 
@@ -123,24 +151,29 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Mark a loss or predict function, so that its activations are split over `tensor`, too.
+    """Mark a loss or predict function, so that its activations are split over `tensor`,
+    too.
 
-    Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
-    the steps decide for each other value of the traced gradient. A value stays whole or is split along one of
-    its dimensions, which can be a token, pixel or row dimension. The parameters keep the layout that they have
-    without the mark. Without `shardings=`, a step leaves the choices to the compiler. The choice weighs the
-    bytes that are sent and the work that `tensor` divides. So it can also send more bytes: `explain` predicts
-    them with and without it.
+    Without the mark, a layout says only how parameters are split, and the compiler
+    decides the rest. With it, the steps decide for each other value of the traced
+    gradient. A value stays whole or is split along one of its dimensions, which can be
+    a token, pixel or row dimension. The parameters keep the layout that they have
+    without the mark. Without `shardings=`, a step leaves the choices to the compiler.
+    The choice weighs the bytes that are sent and the work that `tensor` divides. So it
+    can also send more bytes: `explain` predicts them with and without it.
 
     ```python
     shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
     loss_fn = rx.split_activations(loss_fn)
-    state, metrics = rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    state, metrics = rx.train_step(
+        state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings
+    )
     ```
 
     **Arguments:**
 
-    - `function`: a loss function or a predict function that takes `(model, batch, key)`.
+    - `function`: a loss function or a predict function that takes
+        `(model, batch, key)`.
 
     **Returns:**
 
@@ -168,7 +201,8 @@ _CALLED_WITH = {
 
 
 def as_key(where: str, key: Any) -> Any:
-    """Return one typed PRNG key. A raw key, such as `jax.random.PRNGKey` makes, becomes a typed key.
+    """Return one typed PRNG key. A raw key, such as `jax.random.PRNGKey` makes, becomes
+    a typed key.
 
     Raises `TypeError` for anything else, `ValueError` for several keys.
     """
@@ -177,9 +211,14 @@ def as_key(where: str, key: Any) -> Any:
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)
     if not is_key(key):
-        raise TypeError(f"{where}: key must be a PRNG key, jax.random.key(0), but is {_short(key)}.")
+        raise TypeError(
+            f"{where}: key must be a PRNG key, jax.random.key(0), but is {_short(key)}."
+        )
     if key.shape != ():
-        raise ValueError(f"{where}: key must be one PRNG key, but is {key.shape} of them. Pass one: keys[0].")
+        raise ValueError(
+            f"{where}: key must be one PRNG key, but is {key.shape} of them. Pass one: "
+            "keys[0]."
+        )
     return key
 
 
@@ -190,11 +229,14 @@ def check_whole(where: str, **counts: object) -> None:
             many = hasattr(x, "__len__") and not isinstance(x, str)
             value, hint = ("", " Pass its len().") if many else (f"={x!r}", "")
             kind = type(x).__name__
-            raise TypeError(f"{where}: {name}{value} must be a whole number, but is a {kind}.{hint}")
+            raise TypeError(
+                f"{where}: {name}{value} must be a whole number, but is a {kind}.{hint}"
+            )
 
 
 def check_positive(where: str, **counts: int | None) -> None:
-    """Raise `TypeError` unless the value is a whole number or `None`, and `ValueError` if it is below 1."""
+    """Raise `TypeError` unless the value is a whole number or `None`, and `ValueError`
+    if it is below 1."""
     for name, value in counts.items():
         if value is not None:
             check_whole(where, **{name: value})
@@ -203,11 +245,15 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Raise `TypeError` unless each value is a function that takes the arguments that belong to its name."""
+    """Raise `TypeError` unless each value is a function that takes the arguments that
+    belong to its name."""
     for name, function in functions.items():
         form = f"{name}({', '.join(_CALLED_WITH[name])})"
         if not callable(function):
-            raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
+            raise TypeError(
+                f"{where}: {name} must be a function, {form}, but is "
+                f"{_short(function)}."
+            )
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # some functions written in C have no signature
@@ -216,11 +262,14 @@ def check_functions(where: str, **functions: object) -> None:
             signature.bind(*_CALLED_WITH[name])
         except TypeError as error:
             raise TypeError(
-                f"{where}: {name} is called as {form}, but this function takes {signature}: {error}."
+                f"{where}: {name} is called as {form}, but this function takes "
+                f"{signature}: {error}."
             ) from None
 
 
-def check_takes_model(where: str, make_model: Callable[[], PyTree], **functions: object) -> None:
+def check_takes_model(
+    where: str, make_model: Callable[[], PyTree], **functions: object
+) -> None:
     """Raise `TypeError`, naming the leaf, if a function is compiled by `jax.jit`, which
     takes only arrays, and the model has something else."""
     for name, function in functions.items():
@@ -232,39 +281,51 @@ def check_takes_model(where: str, make_model: Callable[[], PyTree], **functions:
         for path, leaf in leaves_with_paths(make_model()):
             if not is_array(leaf) and not isinstance(leaf, int | float | complex):
                 raise TypeError(
-                    f"{where}: {name} is compiled by jax.jit, which takes only arrays, but the model has "
-                    f"{path}, {_short(leaf)}. Pass the function itself, because the step compiles it, or "
-                    "compile it with eqx.filter_jit."
+                    f"{where}: {name} is compiled by jax.jit, which takes only arrays, "
+                    f"but the model has {path}, {_short(leaf)}. Pass the function "
+                    "itself, because the step compiles it, or compile it with "
+                    "eqx.filter_jit."
                 )
 
 
 def _short(x: object) -> str:
     text = repr(x)
-    return f"{text} ({type(x).__name__})" if len(text) <= 40 and "\n" not in text else f"a {type(x).__name__}"
+    return (
+        f"{text} ({type(x).__name__})"
+        if len(text) <= 40 and "\n" not in text
+        else f"a {type(x).__name__}"
+    )
 
 
 def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
-    """Return `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a `Mean` keeps its weight.
+    """Return `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a
+    `Mean` keeps its weight.
 
     Raises `ValueError` naming `what` if `x` is not a scalar.
     """
     is_mean = isinstance(x, Mean)
     if not is_mean and (x is None or isinstance(x, Mapping | Sequence | eqx.Module)):
         raise TypeError(
-            f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. Does the function return "
+            f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. "
+            "Does the function return "
             'it? Metrics have one level of names: {"group/name": value}.'
         )
-    parts = {"total": x.total, "weight": x.weight} if is_mean else {"total": x, "weight": weight}
+    parts = (
+        {"total": x.total, "weight": x.weight}
+        if is_mean
+        else {"total": x, "weight": weight}
+    )
     for part, number in parts.items():
         if jnp.shape(number) != ():
             raise ValueError(
-                f"{what} must be a scalar or a Mean of scalars, but its {part} has shape {jnp.shape(number)}. "
-                "Sum it, and return Mean(total, weight)."
+                f"{what} must be a scalar or a Mean of scalars, but its {part} has "
+                f"shape {jnp.shape(number)}. Sum it, and return Mean(total, weight)."
             )
     total, weight = map(jnp.asarray, parts.values())
     dtype = jnp.promote_types(total.dtype, jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{what} must be a real number, but has dtype {total.dtype}.")
-    total, weight = total.astype(dtype), jax.lax.stop_gradient(weight).astype(dtype)
+    total = total.astype(dtype)
+    weight = jax.lax.stop_gradient(weight).astype(dtype)
     # Widened before, because the product may not fit into the dtype of a metric.
     return Mean(total if is_mean else total * weight, weight)

@@ -1,7 +1,7 @@
 """Leaves by name: paths, array predicates, and a tree as a flat `{path: array}`.
 
-A leaf's path (`layers.0.attention.query.weight`) is its name everywhere: in rules, checkpoints, files and
-errors.
+A leaf's path (`layers.0.attention.query.weight`) is its name everywhere: in rules,
+checkpoints, files and errors.
 """
 
 import re
@@ -20,7 +20,8 @@ from jaxtyping import PyTree
 T = TypeVar("T")
 
 
-# A type checker sees a JAX array. At run time, this includes everything that may stand for an array.
+# A type checker sees a JAX array. At run time, this includes everything that may stand
+# for an array.
 if TYPE_CHECKING:
     AnyArray: TypeAlias = jax.Array
 else:
@@ -28,28 +29,32 @@ else:
 
 
 def is_array(x: object) -> bool:
-    """True for an array: a JAX array, a NumPy array, or an abstract one (`jax.ShapeDtypeStruct`)."""
+    """True for an array: a JAX array, a NumPy array, or an abstract one
+    (`jax.ShapeDtypeStruct`)."""
     return isinstance(x, AnyArray)
 
 
 def is_key(x: object) -> bool:
-    """True for an array of typed PRNG keys: concrete, abstract, or the type of one in a traced program."""
+    """True for an array of typed PRNG keys: concrete, abstract, or the type of one in a
+    traced program."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_trainable(x: object) -> bool:
-    """True for a JAX array of floating (or complex) numbers of 16 bits or more, concrete or abstract.
+    """True for a JAX array of floating (or complex) numbers of 16 bits or more,
+    concrete or abstract.
 
-    NumPy arrays are constants: tables that weight decay must not shrink. Narrower floats store quantised
-    weights, and JAX promotes them to no other type.
+    NumPy arrays are constants: tables that weight decay must not shrink. Narrower
+    floats store quantised weights, and JAX promotes them to no other type.
     """
     is_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
     return is_jax and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1
 
 
 def describe(x: Any, *, leading: str = "") -> str:
-    """An array's dtype and shape for messages: `float32[4,8]`, or `float32[n,8]` with `leading="n"`."""
+    """An array's dtype and shape for messages: `float32[4,8]`, or `float32[n,8]` with
+    `leading="n"`."""
     shape = (leading, *x.shape[1:]) if leading else x.shape
     return f"{x.dtype}[{','.join(map(str, shape))}]"
 
@@ -58,16 +63,19 @@ def size_text(num_bytes: int | float) -> str:
     """A number of bytes in readable form: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+            return (
+                f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+            )
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"
 
 
 def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
-    """Bytes that one device sends by the ring algorithm, for a collective of this kind with results of this
-    size.
+    """Bytes that one device sends by the ring algorithm, for a collective of this kind
+    with results of this size.
 
-    This number makes kinds comparable, because an all-reduce is a reduce-scatter and an all-gather.
+    This number makes kinds comparable, because an all-reduce is a reduce-scatter and an
+    all-gather.
     """
     part = (group_size - 1) / group_size
     factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
@@ -76,17 +84,22 @@ def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
-    """The lines of a table with columns as wide as needed. Those numbered in `right` are right-aligned."""
+    """The lines of a table with columns as wide as needed. Those numbered in `right`
+    are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
-        cells = [x.rjust(n) if i in right else x.ljust(n) for i, (x, n) in enumerate(zip(row, widths))]
+        cells = [
+            x.rjust(n) if i in right else x.ljust(n)
+            for i, (x, n) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 
 
 def lack_of_value(x: object) -> str | None:
-    """Say why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); else `None`."""
+    """Say why an array has no numbers, for messages (`is abstract`,
+    `has been deleted. ...`); else `None`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
@@ -95,23 +108,33 @@ def lack_of_value(x: object) -> str | None:
 
 
 def excess_of(x: Any) -> str | None:
-    """Say why JAX cannot store an array of NumPy: its dtype, or a number beyond 32 bits; else `None`."""
+    """Say why JAX cannot store an array of NumPy: its dtype, or a number beyond 32
+    bits; else `None`."""
     if x.dtype.kind in "OSUMm":
-        return f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a static field"
+        return (
+            f"is {describe(x)}, but JAX has no such dtype. Keep it as a tuple, in a "
+            "static field"
+        )
     dtype: Any = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype == x.dtype or not x.size:
         return None
     with np.errstate(over="ignore"):
         narrow = x.astype(dtype)
-    wrong = np.extract(narrow != x if dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(x), x)
+    wrong = np.extract(
+        narrow != x if dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(x), x
+    )
     if not len(wrong):
         return None
     advice = 'Make it smaller, or call jax.config.update("jax_enable_x64", True) first'
-    return f"has {wrong[0]}, but JAX stores it as {dtype}, where that does not fit. {advice}"
+    return (
+        f"has {wrong[0]}, but JAX stores it as {dtype}, where that does not fit. "
+        f"{advice}"
+    )
 
 
 def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:
-    """Join names for messages: `a, b, c`, or the first ones and a count: `a, b, and 7 more`."""
+    """Join names for messages: `a, b, c`, or the first ones and a count:
+    `a, b, and 7 more`."""
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")
@@ -131,9 +154,12 @@ def path_of(keypath: KeyPath) -> str:
 def children(node: PyTree) -> list[tuple[str, PyTree]]:
     """The direct children of a PyTree node as `(name, child)`; nothing for a leaf.
 
-    The entries of an `eqx.nn.State` are named after the `StateIndex` that they belong to.
+    The entries of an `eqx.nn.State` are named after the `StateIndex` that they belong
+    to.
     """
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
     if len(pairs) == 1 and pairs[0][1] is node:
         return []
     names = [path_of(keypath) for keypath, _ in pairs]
@@ -145,7 +171,8 @@ def children(node: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _state_name(marker: object, default: str) -> str:
-    # `make_with_state` marks an entry by root class and key path: "Sequential.layers[1].ema_state_index".
+    # `make_with_state` marks an entry by root class and key path:
+    # "Sequential.layers[1].ema_state_index".
     if not isinstance(marker, str):
         return default
     dotted = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", marker)
@@ -155,10 +182,15 @@ def _state_name(marker: object, default: str) -> str:
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Every leaf with its path, in JAX's order."""
     found = []
-    for keypath, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)):
+    for keypath, leaf in jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)
+    ):
         if isinstance(leaf, eqx.nn.State):
             for name, child in children(leaf):
-                found += [(join(path_of(keypath), name, path), x) for path, x in leaves_with_paths(child)]
+                found += [
+                    (join(path_of(keypath), name, path), x)
+                    for path, x in leaves_with_paths(child)
+                ]
         else:
             found.append((path_of(keypath), leaf))
     return found
@@ -167,14 +199,17 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
 def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTree]:
     """`{path: leaf}` for each leaf that `is_leaf` accepts.
 
-    Raises `ValueError` if two leaves have the same path (as `{"a": {"b": x}, "a.b": y}` does).
+    Raises `ValueError` if two leaves have the same path (as `{"a": {"b": x}, "a.b": y}`
+    does).
     """
     flat: dict[str, PyTree] = {}
     for path, leaf in leaves_with_paths(tree):
         if not is_leaf(leaf):
             continue
         if path in flat:
-            raise ValueError(f"two leaves have the path {path!r}. Rename one, or its dict key.")
+            raise ValueError(
+                f"two leaves have the path {path!r}. Rename one, or its dict key."
+            )
         flat[path] = leaf
     return flat
 
@@ -194,8 +229,8 @@ def to_arrays(tree: PyTree) -> dict[str, Any]:
 def buffer_paths(tree: PyTree) -> set[str]:
     """Paths of arrays that are not trained because the class of a module names them.
 
-    The class lists their paths inside the module in a tuple `buffers`. NumPy arrays need no such entry, unless
-    something turns them into JAX arrays.
+    The class lists their paths inside the module in a tuple `buffers`. NumPy arrays
+    need no such entry, unless something turns them into JAX arrays.
     """
     own = getattr(type(tree), "buffers", None) if isinstance(tree, eqx.Module) else None
     found = set(own) if isinstance(own, tuple) else set()
@@ -205,7 +240,8 @@ def buffer_paths(tree: PyTree) -> set[str]:
 
 
 def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
-    """Replace each array of `tree` by the array with the same path; the inverse of `to_arrays`.
+    """Replace each array of `tree` by the array with the same path; the inverse of
+    `to_arrays`.
 
     ```python
     arrays = rx.to_arrays(model)
@@ -215,43 +251,60 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
     **Raises:**
 
-    `ValueError` naming every path that is missing or unexpected, or whose array has a different shape or dtype.
+    `ValueError` naming every path that is missing or unexpected, or whose array has a
+    different shape or dtype.
     """
     own = to_arrays(tree)
-    problems = [f"missing: {path} {describe(x)}" for path, x in own.items() if path not in arrays]
-    problems += [f"unexpected: {path} {describe(x)}" for path, x in arrays.items() if path not in own]
+    problems = [
+        f"missing: {path} {describe(x)}"
+        for path, x in own.items()
+        if path not in arrays
+    ]
+    problems += [
+        f"unexpected: {path} {describe(x)}"
+        for path, x in arrays.items()
+        if path not in own
+    ]
     problems += [
         f"{path}: expected {describe(x)}, got {describe(arrays[path])}"
         for path, x in own.items()
-        if path in arrays and (x.shape, x.dtype) != (arrays[path].shape, arrays[path].dtype)
+        if path in arrays
+        and (x.shape, x.dtype) != (arrays[path].shape, arrays[path].dtype)
     ]
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(f"from_arrays: the arrays do not fit the tree.\n  {listed}")
-    leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(tree)]
+    leaves = [
+        arrays[path] if is_array(leaf) else leaf
+        for path, leaf in leaves_with_paths(tree)
+    ]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Convert a mask or labels over a model for optax, which sees the parameters as `{path: array}`.
+    """Convert a mask or labels over a model for optax, which sees the parameters as
+    `{path: array}`.
 
     ```python
-    decayed = {path: kind == "matrix" for path, kind in rx.parameter_kinds(model).items()}
+    kinds = rx.parameter_kinds(model)
+    decayed = {path: kind == "matrix" for path, kind in kinds.items()}
     optimizer = optax.adamw(1e-3, mask=rx.by_path(decayed))
     ```
 
-    Do not decide by the number of dims: the norms of stacked layers have two. [`parameter_kinds`][] knows them.
+    Do not decide by the number of dims: the norms of stacked layers have two.
+    [`parameter_kinds`][] knows them.
 
     **Arguments:**
 
-    - `tree`: the mask or the labels, as a tree like the model or as a dict by path. A value in place of a whole
-        part, such as a layer, applies to everything in that part. The tree may also have values for leaves that
-        are not trained.
+    - `tree`: the mask or the labels, as a tree like the model or as a dict by path. A
+        value in place of a whole part, such as a layer, applies to everything in that
+        part. The tree may also have values for leaves that are not trained.
 
     **Returns:**
 
-    A function of the parameters, for `optax.masked`, `optax.partition`, `mask=` and others. (It is a function
-    because optax calls any mask that is callable, and most models are.)
+    A function of the parameters, for `optax.masked`, `optax.partition`, `mask=` and
+    others. (It is a function because optax calls any mask that is callable, and most
+    models are.)
 
     **Raises:**
 
@@ -264,21 +317,24 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         while owner and owner not in values:
             owner = owner.rpartition(".")[0]
         if owner not in values:
-            raise ValueError(f"by_path: the tree has no value for the parameter {path}.")
+            raise ValueError(
+                f"by_path: the tree has no value for the parameter {path}."
+            )
         return values[owner]
 
     return lambda params: {path: value_of(path) for path in params}
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Cast the floating arrays of `tree` to `dtype`; integers, booleans, keys and non-arrays stay as they are.
+    """Cast the floating arrays of `tree` to `dtype`; integers, booleans, keys and
+    non-arrays stay as they are.
 
-    So does an `eqx.nn.State`: the running statistics of BatchNorm move by a small part of themselves in each
-    step, which 16 bits would round away.
+    So does an `eqx.nn.State`: the running statistics of BatchNorm move by a small part
+    of themselves in each step, which 16 bits would round away.
 
-    Use it inside a loss or predict function to compute in low precision over float32 parameters:
-    `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too: bfloat16 times float32 is
-    float32.
+    Use it inside a loss or predict function to compute in low precision over float32
+    parameters: `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too:
+    bfloat16 times float32 is float32.
 
     ```python
     def half_loss(model, batch, key):
@@ -288,9 +344,15 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     """
 
     def one(x: PyTree) -> PyTree:
-        if isinstance(x, eqx.nn.State) or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        if (
+            isinstance(x, eqx.nn.State)
+            or not is_array(x)
+            or not jnp.issubdtype(x.dtype, jnp.floating)
+        ):
             return x
         is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-        return x.update(dtype=dtype, weak_type=False) if is_abstract else x.astype(dtype)
+        return (
+            x.update(dtype=dtype, weak_type=False) if is_abstract else x.astype(dtype)
+        )
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))

@@ -17,29 +17,46 @@ from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
-from redco_eqx._checkpoint.record import CheckpointInfo, encode, entries, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.record import (
+    CheckpointInfo,
+    encode,
+    entries,
+    local,
+    orbax_checkpoint,
+    read_record,
+)
 from redco_eqx._checkpoint.restore import read_back
-from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, Json, Row, RunRecord
+from redco_eqx._checkpoint.runs import (
+    CheckpointError,
+    CheckpointFormatError,
+    Json,
+    Row,
+    RunRecord,
+)
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state, step_of
 
 # A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
 #
-# A checkpoint is a directory `<step>` (or `<step>-2`, if there is one of this step already) with
+# A checkpoint is a directory `<step>` (or `<step>-2`, if there is one of this step
+# already) with
 #
-#     arrays/                 a flat dictionary of arrays, as Orbax and tensorstore read it
-#     record/record.json      the rest: see `CheckpointInfo`
+#     arrays/ a flat dictionary of arrays, as Orbax and tensorstore read it
+#     record/record.json the rest: see `CheckpointInfo`
 #
-# Orbax writes it under another name and renames it when it is complete, so a directory with this name is whole,
-# unless it was damaged later. The checksums detect such damage. No pickle anywhere.
+# Orbax writes it under another name and renames it when it is complete, so a directory
+# with this name is whole, unless it was damaged later. The checksums detect such
+# damage. No pickle anywhere.
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
-    """Writes checkpoints into a directory, in the background. `Checkpoints.open` returns it."""
+    """Writes checkpoints into a directory, in the background. `Checkpoints.open`
+    returns it."""
 
     def __init__(self, config: "Checkpoints"):
-        self._config, self._directory = config, local(config.directory)
+        self._config = config
+        self._directory = local(config.directory)
         self._pid = os.getpid()
         self._ocp = orbax_checkpoint()
         # Imported here, because it imports Orbax, which takes a second.
@@ -50,7 +67,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         process = from_first(self._prepare)
         together(lambda: wait_for(self._directory, process), CheckpointError)
         self._checkpointer = self._make_checkpointer()
-        self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
+        self._cleaner = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="redco_eqx.checkpoint"
+        )
         self._in_flight: CheckpointInfo | None = None
         self._is_read_back = False
 
@@ -63,10 +82,12 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
-        """Copy the state to the host, and return. The files are written while training continues.
+        """Copy the state to the host, and return. The files are written while training
+        continues.
 
-        You may donate the state as soon as this returns. If the previous save is still being written, this call
-        waits for it. All processes must call this, with the same step.
+        You may donate the state as soon as this returns. If the previous save is still
+        being written, this call waits for it. All processes must call this, with the
+        same step.
 
         **Arguments:**
 
@@ -79,38 +100,58 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
         **Raises:**
 
-        - `ValueError`: `extras` are not plain JSON, the state is abstract or has been donated, or a
-            parameter is not finite.
-        - `CheckpointError`: this save or the previous one could not be written, or the first one could not be
-            read back. Earlier checkpoints are not affected.
+        - `ValueError`: `extras` are not plain JSON, the state is abstract or has been
+            donated, or a parameter is not finite.
+        - `CheckpointError`: this save or the previous one could not be written, or the
+            first one could not be read back. Earlier checkpoints are not affected.
         """
         check_is_state(state, "save: state")
         if os.getpid() != self._pid:
             raise CheckpointError(
-                f"save: {self._directory} belongs to process {self._pid}, and this is its forked child. Save "
-                "in the process that opened the writer."
+                f"save: {self._directory} belongs to process {self._pid}, and this is "
+                "its forked child. Save in the process that opened the writer."
             )
         arrays = to_names(state)
         for name, x in arrays.items():
             if lack := lack_of_value(x):
-                raise ValueError(f"save: {name} of the state {lack}. Save what the step returned.")
-        step, stored = step_of(state), storable(arrays)
+                raise ValueError(
+                    f"save: {name} of the state {lack}. Save what the step returned."
+                )
+        step = step_of(state)
+        stored = storable(arrays)
         if len({*(steps := from_all(step))}) > 1:
-            raise ValueError(f"save: the processes are at the steps {steps}, but must save the same step.")
+            raise ValueError(
+                f"save: the processes are at the steps {steps}, but must save the same "
+                "step."
+            )
         checksums, nonfinite = digests(stored)
-        if bad := [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]:
+        if bad := [
+            f"model/{path}" for path in state.params if f"model/{path}" in nonfinite
+        ]:
             listed = first_few(bad, most=1)
-            raise ValueError(f"save: step {step} is not saved, because {listed} hold NaN or infinity.")
-        infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
+            raise ValueError(
+                f"save: step {step} is not saved, because {listed} hold NaN or "
+                "infinity."
+            )
+        infos = {
+            name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()
+        }
         if run is not None and run.positions is not None:
-            shards = {shard[0]: tuple(shard) for of_process in from_all(run.positions) for shard in of_process}
+            shards = {
+                shard[0]: tuple(shard)
+                for of_process in from_all(run.positions)
+                for shard in of_process
+            }
             run = dataclasses.replace(run, positions=tuple(shards.values()))
         together(self.wait, CheckpointError)
-        tries = from_first(lambda: [number for s, number, _ in entries(self._directory) if s == step])
+        tries = from_first(
+            lambda: [number for s, number, _ in entries(self._directory) if s == step]
+        )
         path = self._directory / (f"{step}-{max(tries) + 1}" if tries else str(step))
         numbers = {name: float(x) for name, x in (metrics or {}).items()}
         info = CheckpointInfo(step, path, numbers, dict(extras or {}), run, infos)
-        record, args = encode(info), self._ocp.args
+        record = encode(info)
+        args = self._ocp.args
         with self._naming(path):
             arrays_of = self._handlers.ArraysSave(stored)
             what = args.Composite(arrays=arrays_of, record=args.JsonSave(record))
@@ -119,15 +160,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return path
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raises `CheckpointError` if it failed, or if the first one
-        cannot be read back."""
+        """Wait until the last save is complete. Raises `CheckpointError` if it failed,
+        or if the first one cannot be read back."""
         newest = self._in_flight
         self._in_flight = None
         with self._naming(newest and newest.path):
             self._checkpointer.wait_until_finished()
         if newest is not None and jax.process_index() == 0:
             self._read_back(newest)
-            with contextlib.suppress(OSError):  # the next save reports a disk that fails
+            with contextlib.suppress(OSError):
+                # The next save reports a disk that fails.
                 self._prune(newest)
 
     def check(self) -> None:
@@ -137,12 +179,15 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._checkpointer.check_for_errors()
         if newest is None or jax.process_index() > 0:
             return
-        if not self._is_read_back and newest.path.is_dir():  # it has its name when it is complete
+        if not self._is_read_back and newest.path.is_dir():
+            # It has its name when it is complete.
             self._read_back(newest)
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the threads. You may call it twice. Does nothing in a forked child."""
-        if os.getpid() != self._pid:  # the threads and the directory are those of the parent
+        """Wait as `wait` does, and end the threads. You may call it twice. Does nothing
+        in a forked child."""
+        if os.getpid() != self._pid:
+            # The threads and the directory are those of the parent.
             return
         try:
             self.wait()
@@ -160,19 +205,20 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.close()
 
     def _prepare(self) -> dict[str, Any]:
-        """Take the directory on process 0, and return its owner. Remove anything half-written there, because
-        the process that wrote it is dead."""
+        """Take the directory on process 0, and return its owner. Remove anything
+        half-written there, because the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
-        weakref.finalize(self, self.owner.release)  # if a writer is dropped without `close`
+        # If a writer is dropped without `close`
+        weakref.finalize(self, self.owner.release)
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
         return this_process()
 
     def _make_checkpointer(self) -> Any:
-        # `save` itself makes the directories. Background threads would wait for directories that cannot be
-        # made, and delay the end of the process by minutes.
+        # `save` itself makes the directories. Background threads would wait for
+        # directories that cannot be made, and delay the end of the process by minutes.
         options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = self._ocp.CompositeCheckpointHandler(
             composite_options=self._ocp.CompositeOptions(async_options=options),
@@ -187,25 +233,35 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         try:
             yield
         except Exception as error:
-            # One failure leaves several errors behind, and each later call would raise another of them.
+            # One failure leaves several errors behind, and each later call would raise
+            # another of them.
             with contextlib.suppress(Exception):
                 self._checkpointer.close()
-            self._checkpointer, self._in_flight = self._make_checkpointer(), None
-            raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+            self._checkpointer = self._make_checkpointer()
+            self._in_flight = None
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written: {error}"
+            ) from error
 
     def _read_back(self, newest: CheckpointInfo) -> None:
-        """Read the first checkpoint back, so that a way of writing that silently fails is found at once."""
+        """Read the first checkpoint back, so that a way of writing that silently fails
+        is found at once."""
         if not self._is_read_back:
             self._is_read_back = True
             read_back(newest)
 
     def _prune(self, newest: CheckpointInfo) -> None:
-        """Remove the checkpoints of the same run that are no longer needed after `newest`: other attempts at
-        its step, and those that `keep_last` and `keep_best` do not keep."""
-        last, infos = self._config.keep_last, []
+        """Remove the checkpoints of the same run that are no longer needed after
+        `newest`: other attempts at its step, and those that `keep_last` and `keep_best`
+        do not keep."""
+        last = self._config.keep_last
+        infos = []
         for step, _, path in entries(self._directory):
-            if path != newest.path and (step == newest.step or (last is not None and step < newest.step)):
-                with contextlib.suppress(CheckpointError, CheckpointFormatError):  # leave those alone
+            if path != newest.path and (
+                step == newest.step or (last is not None and step < newest.step)
+            ):
+                with contextlib.suppress(CheckpointError, CheckpointFormatError):
+                    # Leave those alone.
                     infos.append(read_record(path))
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
@@ -216,8 +272,10 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         for info in infos:
             if info not in kept:
                 hidden = info.path.with_name(info.path.name + ".deleting")
-                with contextlib.suppress(OSError):  # the next save reports a disk that fails
-                    info.path.rename(hidden)  # at once, so that half of one never looks like a checkpoint
+                with contextlib.suppress(OSError):
+                    # The next save reports a disk that fails.
+                    # At once, so that half of one never looks like a checkpoint.
+                    info.path.rename(hidden)
                     self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
 
 
@@ -228,7 +286,8 @@ def save(
     metrics: Row | None = None,
     extras: Json | None = None,
 ) -> pathlib.Path:
-    """Write one checkpoint and return when it is complete. In a loop, use `Checkpoints(...).open()`.
+    """Write one checkpoint and return when it is complete. In a loop, use
+    `Checkpoints(...).open()`.
 
     ```python
     path = rx.save("run", state, extras={"note": "before the long run"})
@@ -236,7 +295,8 @@ def save(
 
     **Arguments:**
 
-    - `directory`: the directory of the run. The checkpoint becomes a directory in it, named after `state.step`.
+    - `directory`: the directory of the run. The checkpoint becomes a directory in it,
+        named after `state.step`.
     - `state`, `metrics`, `extras`: as for `CheckpointWriter.save`.
 
     **Returns:** The directory of the checkpoint.
@@ -250,10 +310,12 @@ def save(
 
 
 def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
-    """Return the index of the row with the lowest or highest `metric`, the first one if several are equal, or
-    `None` if no row has a number for it."""
+    """Return the index of the row with the lowest or highest `metric`, the first one if
+    several are equal, or `None` if no row has a number for it."""
     sign = 1 if mode == "min" else -1
-    scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
+    scored = [
+        i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))
+    ]
     return min(scored, key=lambda i: sign * rows[i][metric], default=None)
 
 
@@ -263,56 +325,77 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Settings for checkpoints: their directory, when [`fit`][] saves, and which checkpoints it keeps. In
-    your own loop, call `open`.
+    """Settings for checkpoints: their directory, when [`fit`][] saves, and which
+    checkpoints it keeps. In your own loop, call `open`.
 
-    `fit` saves in the background every `every_steps` steps, at the end of the run, and when a signal ends it.
-    Without `every_steps`, it saves after each epoch. An evaluation at the same step comes before the save,
-    and its results are part of the checkpoint.
+    `fit` saves in the background every `every_steps` steps, at the end of the run, and
+    when a signal ends it. Without `every_steps`, it saves after each epoch. An
+    evaluation at the same step comes before the save, and its results are part of the
+    checkpoint.
 
     ```python
-    checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
-    state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, checkpoints=checkpoints,
-                      evaluation=rx.Evaluation(held_out))
+    checkpoints = rx.Checkpoints(
+        "run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"}
+    )
+    state, _ = rx.fit(
+        state,
+        examples,
+        **pipeline,
+        num_epochs=2,
+        checkpoints=checkpoints,
+        evaluation=rx.Evaluation(held_out),
+    )
     ```
 
-    - `directory`: the directory of this run, which all processes must see. If it already has checkpoints, `fit`
-        continues from the newest, provided that their run began with the same key, parameters and examples. `~`
-        is the home directory.
-    - `every_steps`: the number of steps between two saves. Without it, `fit` saves after each epoch.
-    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, one is left if the newest is
-        damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the newest, are
-        not removed.
-    - `keep_best`: metrics of the evaluations, each with `"min"` or `"max"`, such as `{"eval/loss": "min"}`. The
-        checkpoint with the best value of each metric is also kept, and a save follows each evaluation that is
-        better than all earlier ones.
-    - `allow_changes`: true to let `fit` continue even if `batch_size`, the examples, or the initial key or
-        parameters of the run have changed. Otherwise `fit` refuses, because the run would not be the same. The
-        hyperparameters that `optax.inject_hyperparams` keeps are then those of the state that `fit` gets, not
-        those of the checkpoint.
+    - `directory`: the directory of this run, which all processes must see. If it
+        already has checkpoints, `fit` continues from the newest, provided that their
+        run began with the same key, parameters and examples. `~` is the home directory.
+    - `every_steps`: the number of steps between two saves. Without it, `fit` saves
+        after each epoch.
+    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, one is
+        left if the newest is damaged. Checkpoints of other runs (see
+        `RunRecord.begin`), and of later steps than the newest, are not removed.
+    - `keep_best`: metrics of the evaluations, each with `"min"` or `"max"`, such as
+        `{"eval/loss": "min"}`. The checkpoint with the best value of each metric is
+        also kept, and a save follows each evaluation that is better than all earlier
+        ones.
+    - `allow_changes`: true to let `fit` continue even if `batch_size`, the examples, or
+        the initial key or parameters of the run have changed. Otherwise `fit` refuses,
+        because the run would not be the same. The hyperparameters that
+        `optax.inject_hyperparams` keeps are then those of the state that `fit` gets,
+        not those of the checkpoint.
 
     Raises `ValueError` for a value that cannot be used.
     """
 
-    directory: str | os.PathLike[str] = dataclasses.field(repr=False)  # the rest is equal on all processes
+    # The rest is equal on all processes.
+    directory: str | os.PathLike[str] = dataclasses.field(repr=False)
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     keep_last: int | None = 2
-    keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(default_factory=dict)
+    keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(
+        default_factory=dict
+    )
     allow_changes: bool = False
 
     def __post_init__(self) -> None:
         local(self.directory)
-        check_positive("Checkpoints", every_steps=self.every_steps, keep_last=self.keep_last)
+        check_positive(
+            "Checkpoints", every_steps=self.every_steps, keep_last=self.keep_last
+        )
         best = self.keep_best
-        if not isinstance(best, Mapping) or any(mode not in ("min", "max") for mode in best.values()):
+        if not isinstance(best, Mapping) or any(
+            mode not in ("min", "max") for mode in best.values()
+        ):
             raise ValueError(
-                f"Checkpoints: keep_best={best!r}, but it must say for each metric whether the best value "
+                f"Checkpoints: keep_best={best!r}, but it must say for each metric "
+                "whether the best value "
                 'is the "min" or the "max", as in {"eval/loss": "min"}.'
             )
 
     def open(self) -> CheckpointWriter:
-        """Open a writer for the directory. Close it, or use it in a `with`. You decide when to save.
+        """Open a writer for the directory. Close it, or use it in a `with`. You decide
+        when to save.
 
         ```python
         with rx.Checkpoints("run", keep_last=2).open() as writer:
@@ -322,11 +405,12 @@ class Checkpoints:
                     writer.save(state, extras={"note": "mine"})
         ```
 
-        The directory is created if it does not exist. All processes must see the same directory, and all must
-        call this method. Anything that an earlier process left half-written is removed.
+        The directory is created if it does not exist. All processes must see the same
+        directory, and all must call this method. Anything that an earlier process left
+        half-written is removed.
 
-        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
-        `CheckpointError` if another live writer uses it, on this host or on another (detecting one on another
-        host takes 12 seconds).
+        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory
+        cannot be written; `CheckpointError` if another live writer uses it, on this
+        host or on another (detecting one on another host takes 12 seconds).
         """
         return CheckpointWriter(self)

@@ -1,4 +1,5 @@
-"""Orbax's handler of arrays, for directories whose names are patterns. Importing this file imports Orbax."""
+"""Orbax's handler of arrays, for directories whose names are patterns. Importing this
+file imports Orbax."""
 
 import pathlib
 from collections.abc import Iterator
@@ -7,9 +8,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-# When Orbax has written all arrays, it lists the files of each process with `directory.glob`, and merges them.
-# Its `glob` takes the whole path for a pattern. In `betas=[0.9,0.95]` it finds no files, logs that it skips the
-# merge, and the checkpoint looks complete but cannot be read. In `a*` it would also find the files of `ab`.
+# When Orbax has written all arrays, it lists the files of each process with
+# `directory.glob`, and merges them. Its `glob` takes the whole path for a pattern. In
+# `betas=[0.9,0.95]` it finds no files, logs that it skips the merge, and the checkpoint
+# looks complete but cannot be read. In `a*` it would also find the files of `ab`.
 
 
 class LiteralPath(type(epath.Path())):
@@ -20,13 +22,15 @@ class LiteralPath(type(epath.Path())):
 
 
 class ArraysHandler(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler for a tree of arrays, which also merges files in a directory whose name is a pattern."""
+    """Orbax's handler for a tree of arrays, which also merges files in a directory
+    whose name is a pattern."""
 
     def finalize(self, directory: Any) -> None:
         super().finalize(LiteralPath(directory))
 
 
-# Orbax finds the handler of an item by the type of its arguments, and asks for one type in both directions.
+# Orbax finds the handler of an item by the type of its arguments, and asks for one type
+# in both directions.
 @ocp.args.register_with_handler(ArraysHandler, for_save=True, for_restore=True)
 class ArraysSave(ocp.args.PyTreeSave):
     """The arguments with which `ArraysHandler` saves a tree of arrays."""

@@ -1,4 +1,5 @@
-"""The record of a checkpoint, a small JSON file, and the checkpoints of a directory. No array is read."""
+"""The record of a checkpoint, a small JSON file, and the checkpoints of a directory. No
+array is read."""
 
 import dataclasses
 import errno
@@ -35,8 +36,8 @@ FORMAT = 2
 class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
-    - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key, although its
-        `jax.random.key_data` is stored.
+    - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key,
+        although its `jax.random.key_data` is stored.
     - `checksum`: that of `arrays.digest`, in hexadecimal digits.
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """
@@ -53,7 +54,10 @@ class ArrayInfo:
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of its main dependencies."""
     names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +93,9 @@ def encode(info: CheckpointInfo) -> dict[str, object]:
         is_plain = False
     if not is_plain:
         raise ValueError(
-            "extras must be plain JSON: dicts with strings as keys, lists (not tuples), strings, finite "
-            f"numbers, booleans, None. {info.extras!r} would change when it is read back."
+            "extras must be plain JSON: dicts with strings as keys, lists (not "
+            f"tuples), strings, finite numbers, booleans, None. {info.extras!r} would "
+            "change when it is read back."
         )
     fields = {"format": FORMAT, **dataclasses.asdict(info)}
     del fields["path"]
@@ -112,11 +117,14 @@ _SCHEMES = ("gs", "s3", "az", "hf")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the complete checkpoints in a directory, in ascending order of their steps. No arrays are read.
+    """List the complete checkpoints in a directory, in ascending order of their steps.
+    No arrays are read.
 
-    A checkpoint is left out, with a warning, if its record is damaged or if this version cannot read it.
+    A checkpoint is left out, with a warning, if its record is damaged or if this
+    version cannot read it.
 
-    Raises `CheckpointError` if the operating system cannot read a record, which may be whole.
+    Raises `CheckpointError` if the operating system cannot read a record, which may be
+    whole.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})
@@ -154,35 +162,47 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
     except OSError as error:
         if not is_damage(error):
             raise unreadable(path, error) from error
-        raise DamagedError(f"{path} is damaged: its record.json is missing ({error!r})") from error
+        raise DamagedError(
+            f"{path} is damaged: its record.json is missing ({error!r})"
+        ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: its record.json cannot be read ({error!r})") from error
+        raise DamagedError(
+            f"{path} is damaged: its record.json cannot be read ({error!r})"
+        ) from error
     try:
         return _decode(path, content)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         written_by = content.get("versions") if isinstance(content, dict) else None
         raise CheckpointFormatError(
-            f"{path} was written by another version of redco_eqx ({written_by}): {error}. It is unchanged. "
-            "Read it with that version, or pass another directory"
+            f"{path} was written by another version of redco_eqx ({written_by}): "
+            f"{error}. It is unchanged. Read it with that version, or pass another "
+            "directory"
         ) from error
 
 
 def _decode(path: pathlib.Path, content: Any) -> CheckpointInfo:
-    """Invert `encode`. Raises `TypeError`, `ValueError`, `KeyError` or `AttributeError` if the content has
-    another form."""
+    """Invert `encode`. Raises `TypeError`, `ValueError`, `KeyError` or `AttributeError`
+    if the content has another form."""
     number = content.pop("format")
     if number != FORMAT:
         raise ValueError(f"its format is {number}, but this version reads {FORMAT}")
     run = from_json(content.pop("run"))
     metrics = from_json(content.pop("metrics"))
     arrays = {
-        name: ArrayInfo(**{**x, "shape": _to_tuple(x["shape"])}) for name, x in content.pop("arrays").items()
+        name: ArrayInfo(**{**x, "shape": _to_tuple(x["shape"])})
+        for name, x in content.pop("arrays").items()
     }
     if run is not None:
         positions = run.get("positions")
         if positions is not None:
             positions = tuple(map(_to_tuple, _to_tuple(positions)))
-        run = RunRecord(**{**run, "evaluations": _to_tuple(run["evaluations"]), "positions": positions})
+        run = RunRecord(
+            **{
+                **run,
+                "evaluations": _to_tuple(run["evaluations"]),
+                "positions": positions,
+            }
+        )
         _check_kinds("run", vars(run), _OF_RUN)
     for name, x in arrays.items():
         _check_kinds(f"arrays[{name!r}]", vars(x), _OF_ARRAY)
@@ -197,8 +217,8 @@ def _to_tuple(x: object) -> tuple[Any, ...]:
     return tuple(x)
 
 
-# The kinds of the fields of a record. A field of another kind is refused, because it would raise an error of
-# its own later, or count for something else.
+# The kinds of the fields of a record. A field of another kind is refused, because it
+# would raise an error of its own later, or count for something else.
 
 
 def _is_count(x: object) -> bool:
@@ -206,7 +226,9 @@ def _is_count(x: object) -> bool:
 
 
 def _is_row(x: object) -> bool:
-    return isinstance(x, dict) and all(type(number) in (int, float) for number in x.values())
+    return isinstance(x, dict) and all(
+        type(number) in (int, float) for number in x.values()
+    )
 
 
 def _is_text_or_none(x: object) -> bool:
@@ -247,7 +269,13 @@ _OF_RUN: _Kinds = {
     "positions": (
         "a list of shards, or null",
         lambda x: (
-            x is None or (len(x) > 0 and all(len(shard) > 1 and all(map(_is_count, shard[:2])) for shard in x))
+            x is None
+            or (
+                len(x) > 0
+                and all(
+                    len(shard) > 1 and all(map(_is_count, shard[:2])) for shard in x
+                )
+            )
         ),
     ),
     "identity": _DICT,
@@ -259,11 +287,14 @@ def _check_kinds(where: str, fields: Mapping[str, Any], kinds: _Kinds) -> None:
     for name, (expected, is_of_kind) in kinds.items():
         value = fields[name]
         if not is_of_kind(value):
-            raise ValueError(f"{where}: {name} is {repr(value)[:80]}, but must be {expected}")
+            raise ValueError(
+                f"{where}: {name} is {repr(value)[:80]}, but must be {expected}"
+            )
 
 
-# One failed read is no damage. Too many open files, a stale mount or a missing permission say nothing about the
-# checkpoint, which must not be renamed or passed over for them.
+# One failed read is no damage. Too many open files, a stale mount or a missing
+# permission say nothing about the checkpoint, which must not be renamed or passed over
+# for them.
 
 
 _OF_DAMAGE = {
@@ -277,7 +308,8 @@ _OF_DAMAGE = {
 """The errors of the operating system that mean a missing file."""
 
 _IN_TEXT = re.compile(r"os_error_code='(\d+)'")
-"""The way in which tensorstore names an error of the operating system, which it raises as a `ValueError`."""
+"""The way in which tensorstore names an error of the operating system, which it raises
+as a `ValueError`."""
 
 
 def is_damage(error: BaseException) -> bool:
@@ -296,8 +328,9 @@ def is_damage(error: BaseException) -> bool:
 def unreadable(path: pathlib.Path, error: BaseException) -> CheckpointError:
     """Make the error for a checkpoint that the operating system cannot read."""
     return CheckpointError(
-        f"{path} cannot be read: {in_brief(error)}. The checkpoint may be whole, so nothing was renamed or "
-        "changed. Mend the cause (too many open files, a permission, a mount), and try again"
+        f"{path} cannot be read: {in_brief(error)}. The checkpoint may be whole, so "
+        "nothing was renamed or changed. Mend the cause (too many open files, a "
+        "permission, a mount), and try again"
     )
 
 
@@ -307,7 +340,8 @@ def in_brief(error: BaseException) -> str:
 
 
 def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
-    """List `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending.
+    """List `(step, attempt, path)` of each directory with the name of a complete
+    checkpoint, ascending.
 
     Raises `OSError` for a directory that cannot be read: it may have checkpoints.
     """
@@ -329,13 +363,15 @@ def local(directory: str | os.PathLike[str]) -> pathlib.Path:
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
-            f"the directory of checkpoints must be a path, but is a {type(directory).__name__}. It comes "
-            "first: save(directory, state), restore(directory, like=state)."
+            "the directory of checkpoints must be a path, but is a "
+            f"{type(directory).__name__}. It comes first: save(directory, state), "
+            "restore(directory, like=state)."
         )
     path = local_path("the directory of checkpoints", directory)
     if reason := _unsuitable(path):
         raise ValueError(
-            f"the directory of checkpoints is {os.fspath(path)!r}, but {reason}. Pass another path."
+            f"the directory of checkpoints is {os.fspath(path)!r}, but {reason}. Pass "
+            "another path."
         )
     return path
 
@@ -348,11 +384,19 @@ def _unsuitable(path: pathlib.Path) -> str:
         return f"it is a link to {os.fspath(path.readlink())!r}, which does not exist"
     # The libraries that read and write checkpoints take these paths for others.
     if path.parts[1:2] and path.parts[1] in _SCHEMES:
-        return f"Orbax takes /{path.parts[1]} for the buckets of a cloud, even if it is a folder or a mount"
-    if any(part.endswith(":") and part.removesuffix(":") in _SCHEMES for part in path.parts):
+        return (
+            f"Orbax takes /{path.parts[1]} for the buckets of a cloud, even if it is a "
+            "folder or a mount"
+        )
+    if any(
+        part.endswith(":") and part.removesuffix(":") in _SCHEMES for part in path.parts
+    ):
         return "Orbax takes a folder with this name for the address of a bucket"
     if "\\" in str(path):
-        return "tensorstore takes a backslash for a slash, and would write to another folder"
+        return (
+            "tensorstore takes a backslash for a slash, and would write to another "
+            "folder"
+        )
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -361,9 +405,12 @@ def _unsuitable(path: pathlib.Path) -> str:
 
 
 def orbax_checkpoint() -> ModuleType:
-    """Import the package when it is first used. Raises `ImportError` with the command that installs it."""
+    """Import the package when it is first used. Raises `ImportError` with the command
+    that installs it."""
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError('checkpoints need Orbax: pip install "redco_eqx[checkpoint]"') from error
+        raise ImportError(
+            'checkpoints need Orbax: pip install "redco_eqx[checkpoint]"'
+        ) from error
     return orbax.checkpoint

@@ -24,7 +24,11 @@ from redco_eqx._checkpoint.record import (
     read_record,
     unreadable,
 )
-from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, DamagedError
+from redco_eqx._checkpoint.runs import (
+    CheckpointError,
+    CheckpointFormatError,
+    DamagedError,
+)
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state
@@ -43,57 +47,72 @@ def restore(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
-    """Read a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. The checkpoint may
-    have been saved on any mesh. Every array is verified bit for bit.
+    """Read a checkpoint into a state with the shapes, dtypes, mesh and layout of
+    `like`. The checkpoint may have been saved on any mesh. Every array is verified bit
+    for bit.
 
     ```python
     rx.save("run", state)
     other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
-    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))  # another mesh
+    like = rx.init_state(other, optimizer, key=jax.random.key(1))  # on another mesh
+    state = rx.restore("run", like=like)
     ```
 
     **Main arguments:**
 
     - `directory`: as for `save`.
-    - `like`: a state from `init_state`, which is not changed. Its arrays may be abstract
-        (`jax.ShapeDtypeStruct` with a sharding).
-    - `step`: the step of the checkpoint to read; by default, the newest. If the newest is damaged, a warning
-        names it, and the previous one is read.
+    - `like`: a state from `init_state`, which is not changed. Its arrays may be
+        abstract (`jax.ShapeDtypeStruct` with a sharding).
+    - `step`: the step of the checkpoint to read; by default, the newest. If the newest
+        is damaged, a warning names it, and the previous one is read.
 
     **Other arguments:**
 
-    - `only`: `"model"` reads only the model. The optimizer's state, the step and the key stay those of
-        `like`.
-    - `renamed`: `{path in the checkpoint's model: path in that of like}`, for leaves or for everything below a
-        path, such as `{"encoder": "backbone.encoder"}`. The optimizer's arrays for these leaves are renamed,
-        too.
-    - `new`: globs of names, such as `model/head.*`. These arrays keep their value in `like` if the checkpoint
-        has no array with this shape and dtype.
+    - `only`: `"model"` reads only the model. The optimizer's state, the step and the
+        key stay those of `like`.
+    - `renamed`: `{path in the checkpoint's model: path in that of like}`, for leaves or
+        for everything below a path, such as `{"encoder": "backbone.encoder"}`. The
+        optimizer's arrays for these leaves are renamed, too.
+    - `new`: globs of names, such as `model/head.*`. These arrays keep their value in
+        `like` if the checkpoint has no array with this shape and dtype.
     - `unused`: globs of names in the checkpoint to ignore.
 
     **Returns:** The state.
 
     **Raises:**
 
-    - `ValueError`: the state and the checkpoint differ. The message lists each name with both shapes and
-        dtypes.
+    - `ValueError`: the state and the checkpoint differ. The message lists each name
+        with both shapes and dtypes.
     - `FileNotFoundError`: there is no checkpoint, or none for this step.
-    - `CheckpointError`: all checkpoints, or all for this step, are damaged. Or the operating system cannot read
-        one, which may be whole: then no older one is read instead.
+    - `CheckpointError`: all checkpoints, or all for this step, are damaged. Or the
+        operating system cannot read one, which may be whole: then no older one is read
+        instead.
     - `ImportError` if Orbax is not installed.
     """
     orbax_checkpoint()
     directory = local(directory)
     check_is_state(like, "restore: like")
     if only not in (None, "model"):
-        raise ValueError(f'restore: only={only!r}, but it must be "model", or None for all.')
-    paths = from_first(lambda: [path.name for s, _, path in reversed(entries(directory)) if step in (None, s)])
+        raise ValueError(
+            f'restore: only={only!r}, but it must be "model", or None for all.'
+        )
+    paths = from_first(
+        lambda: [
+            path.name
+            for s, _, path in reversed(entries(directory))
+            if step in (None, s)
+        ]
+    )
     if not paths:
         raise FileNotFoundError(f"restore: {directory} {_lack(directory, step)}")
 
     def load(path: pathlib.Path) -> TrainState:
         info = load_alike(lambda: read_record(path))
-        return read(info, like, select(info, like, only=only, renamed=renamed, new=new, unused=unused))
+        return read(
+            info,
+            like,
+            select(info, like, only=only, renamed=renamed, new=new, unused=unused),
+        )
 
     return first_good([directory / name for name in paths], load)[0]
 
@@ -101,9 +120,15 @@ def restore(
 def _lack(directory: pathlib.Path, step: int | None) -> str:
     """Explain why there is no checkpoint, or none of this step."""
     if not directory.is_dir():
-        return "does not exist. Pass the directory that you passed to save or to fit(checkpoints=)."
+        return (
+            "does not exist. Pass the directory that you passed to save or to "
+            "fit(checkpoints=)."
+        )
     if (directory / "record").is_dir():
-        return f"is itself a checkpoint. Pass the directory that contains it, {directory.parent}, and step=."
+        return (
+            "is itself a checkpoint. Pass the directory that contains it, "
+            f"{directory.parent}, and step=."
+        )
     steps = sorted({s for s, _, _ in entries(directory)})
     if not steps:
         return "has no checkpoint: it is empty. Pass the directory of a run."
@@ -113,8 +138,8 @@ def _lack(directory: pathlib.Path, step: int | None) -> str:
 def first_good(
     paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], T]
 ) -> tuple[T, list[pathlib.Path]]:
-    """Return `load(path)` for the first path that is not damaged, and the damaged paths before it. Warns about
-    each of these.
+    """Return `load(path)` for the first path that is not damaged, and the damaged paths
+    before it. Warns about each of these.
 
     Raises `CheckpointError` if all are damaged, or if one cannot be read.
     """
@@ -130,8 +155,9 @@ def first_good(
 
 
 def load_alike(load: Callable[[], T]) -> T:
-    """Return `load()`. If it fails on one process, raise the same kind of error on all, so that all take the
-    same checkpoint. A checkpoint that one process cannot read does not count as damaged."""
+    """Return `load()`. If it fails on one process, raise the same kind of error on all,
+    so that all take the same checkpoint. A checkpoint that one process cannot read does
+    not count as damaged."""
     result: T | None = None
     problem: Exception | None = None
     try:
@@ -166,34 +192,50 @@ def select(
     own = to_names(like)
     names_of = rename(info.arrays, renamed)
     rooms = ("",) if only is None else MODEL
-    found = {names_of[name]: x for name, x in info.arrays.items() if name.startswith(rooms)}
+    found = {
+        names_of[name]: x for name, x in info.arrays.items() if name.startswith(rooms)
+    }
     wanted = {name: info_of(x) for name, x in own.items() if name.startswith(rooms)}
-    names, problems = set(), []
+    names = set()
+    problems = []
     for name in {**wanted, **found}:
-        mine, other = wanted.get(name), found.get(name)
+        mine = wanted.get(name)
+        other = found.get(name)
         if mine and other and (mine.dtype, mine.shape) == (other.dtype, other.shape):
             names.add(name)
-        elif not any(fnmatch.fnmatchcase(name, pattern) for pattern in (new if mine else unused)):
-            problems.append(f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in the checkpoint")
+        elif not any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in (new if mine else unused)
+        ):
+            problems.append(
+                f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in "
+                "the checkpoint"
+            )
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(
-            f"the state does not fit the checkpoint {info.path}.\n  {listed}\n"
-            "A run continues only with the model and the optimizer that it began with. To begin another run, "
-            'pass another directory, and read with `restore`: only="model", renamed={"old.path": "new.path"}, '
-            'new=["model/head.*"], unused=["optimizer/*"].'
+            f"the state does not fit the checkpoint {info.path}.\n  {listed}\nA run "
+            "continues only with the model and the optimizer that it began with. To "
+            "begin another run, "
+            'pass another directory, and read with `restore`: only="model", '
+            'renamed={"old.path": "new.path"}, new=["model/head.*"], '
+            'unused=["optimizer/*"].'
         )
     for name, x in own.items():
         if name not in names and (lack := lack_of_value(x)):
-            raise ValueError(f"restore: {name} is not read from the checkpoint, but in `like` it {lack}.")
+            raise ValueError(
+                f"restore: {name} is not read from the checkpoint, but in `like` it "
+                f"{lack}."
+            )
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
-def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
+def read(
+    info: CheckpointInfo, like: TrainState, names: Mapping[str, str]
+) -> TrainState:
     """Return `like` with the arrays of a checkpoint. `names` is the result of `select`.
 
-    All processes must call it. Raises `DamagedError` if the checkpoint is damaged, and `CheckpointError` if it
-    cannot be read.
+    All processes must call it. Raises `DamagedError` if the checkpoint is damaged, and
+    `CheckpointError` if it cannot be read.
     """
     own = to_names(like)
     targets: dict[str, jax.ShapeDtypeStruct] = {}
@@ -210,38 +252,48 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise DamagedError(
-            f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
-            "written"
+            f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is "
+            "not the one that was written"
         )
     # An empty array is not stored.
-    arrays |= {stored: jnp.zeros(x.shape, x.dtype, device=x.sharding) for stored, x in empty.items()}
+    arrays |= {
+        stored: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+        for stored, x in empty.items()
+    }
     for name, stored in names.items():
-        x, impl = arrays[stored], info.arrays[stored].key_impl
+        x = arrays[stored]
+        impl = info.arrays[stored].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
 
 
-def _check_key(info: CheckpointInfo, stored: str, data: jax.ShapeDtypeStruct, like: AnyArray) -> None:
-    """Raise `CheckpointFormatError` if the numbers of an array would not become keys like those of `like`."""
+def _check_key(
+    info: CheckpointInfo, stored: str, data: jax.ShapeDtypeStruct, like: AnyArray
+) -> None:
+    """Raise `CheckpointFormatError` if the numbers of an array would not become keys
+    like those of `like`."""
     impl = info.arrays[stored].key_impl
     found = data.dtype
     problem = ""
     if impl is not None:
         try:
-            found = jax.eval_shape(lambda numbers: jax.random.wrap_key_data(numbers, impl=impl), data).dtype
+            found = jax.eval_shape(
+                lambda numbers: jax.random.wrap_key_data(numbers, impl=impl), data
+            ).dtype
         except (ValueError, TypeError) as error:
             problem = f" ({error})"
     if found != like.dtype or problem:
         raise CheckpointFormatError(
-            f"{info.path} has {stored} as {info.arrays[stored]} of the kind {impl!r}, which does not make "
-            f"{like.dtype}{problem}. It is unchanged. Register that kind of key, or read it with the version "
-            f"that wrote it: {info.versions}"
+            f"{info.path} has {stored} as {info.arrays[stored]} of the kind {impl!r}, "
+            f"which does not make {like.dtype}{problem}. It is unchanged. Register "
+            "that kind of key, or read it with the version that wrote it: "
+            f"{info.versions}"
         )
 
 
 def read_back(written: CheckpointInfo) -> None:
-    """Read the record of a checkpoint that was just written, and its smallest array, which is the step. Only
-    one process needs to call it.
+    """Read the record of a checkpoint that was just written, and its smallest array,
+    which is the step. Only one process needs to call it.
 
     Raises `CheckpointError` if they cannot be read, or are not those that were written.
     """
@@ -251,11 +303,14 @@ def read_back(written: CheckpointInfo) -> None:
         arrays = _read_arrays(written.path, {"step": target})
         step = int(jax.device_get(arrays["step"]))
     except (CheckpointError, CheckpointFormatError) as error:
-        raise CheckpointError(f"{written.path} was written, but cannot be read back: {error}") from error
+        raise CheckpointError(
+            f"{written.path} was written, but cannot be read back: {error}"
+        ) from error
     if (record.arrays, step) != (written.arrays, written.step):
         raise CheckpointError(
-            f"{written.path} was written, but holds something else: step {step}, not {written.step}, with "
-            f"{len(record.arrays)} arrays, not {len(written.arrays)}. Does another program write there?"
+            f"{written.path} was written, but holds something else: step {step}, not "
+            f"{written.step}, with {len(record.arrays)} arrays, not "
+            f"{len(written.arrays)}. Does another program write there?"
         )
 
 
@@ -263,7 +318,9 @@ def _on_one_device() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, AnyArray]:
+def _read_arrays(
+    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, AnyArray]:
     """Read arrays of a checkpoint. Raises as `read` does."""
     if not targets:
         return {}
@@ -271,7 +328,8 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
         return _read_by_orbax(path, targets)
     except Exception as error:  # the kind of error depends on the damage
         _raise_unless_damage(path, error)
-    # The kind of a failure cannot always be told, so look again before it counts as damage.
+    # The kind of a failure cannot always be told, so look again before it counts as
+    # damage.
     try:
         return _read_by_orbax(path, targets)
     except Exception as error:
@@ -279,16 +337,23 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
         raise DamagedError(f"{path} is damaged: {in_brief(error)}") from error
 
 
-def _read_by_orbax(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, AnyArray]:
+def _read_by_orbax(
+    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, AnyArray]:
     import orbax.checkpoint as ocp
 
     from redco_eqx._checkpoint.handlers import LiteralPath
 
-    # Use only the handler: a checkpointer would wait for the other processes even if one of them has failed.
+    # Use only the handler: a checkpointer would wait for the other processes even if
+    # one of them has failed.
     arguments = ocp.args.PyTreeRestore(
-        item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
+        item=targets,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+        partial_restore=True,
     )
-    return ocp.PyTreeCheckpointHandler().restore(LiteralPath(path / "arrays"), args=arguments)
+    return ocp.PyTreeCheckpointHandler().restore(
+        LiteralPath(path / "arrays"), args=arguments
+    )
 
 
 def _raise_unless_damage(path: pathlib.Path, error: Exception) -> None:
@@ -305,7 +370,8 @@ def _raise_unless_damage(path: pathlib.Path, error: Exception) -> None:
 
 
 def _open_all(directory: pathlib.Path) -> None:
-    """Open every file below a directory and read its first byte. Raises `OSError` if that fails."""
+    """Open every file below a directory and read its first byte. Raises `OSError` if
+    that fails."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -317,14 +383,16 @@ def _open_all(directory: pathlib.Path) -> None:
 
 
 def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
-    """Return `{name in the checkpoint: name in the state}`. `paths` has the changed paths of the model, or
-    their beginnings.
+    """Return `{name in the checkpoint: name in the state}`. `paths` has the changed
+    paths of the model, or their beginnings.
 
-    The name of an optimizer's array ends with the path of its leaf, and is renamed with it.
+    The name of an optimizer's array ends with the path of its leaf, and is renamed with
+    it.
 
     Raises `ValueError` if two names become one, or a path is not in the checkpoint.
     """
-    leaves, matched = {}, set()
+    leaves = {}
+    matched = set()
     for path in (name.partition("/")[2] for name in names if name.startswith(MODEL)):
         leaves[path] = path
         for old in sorted(paths, key=len):  # if several match, the longest counts
@@ -333,16 +401,23 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
                 matched.add(old)
     if matched != {*paths}:
         raise ValueError(
-            f"restore: `renamed` has {first_few(sorted({*paths} - matched))}, but no path of the model in the "
-            "checkpoint is or begins with it."
+            f"restore: `renamed` has {first_few(sorted({*paths} - matched))}, but no "
+            "path of the model in the checkpoint is or begins with it."
         )
     renamed = {}
     for name in names:
         room, _, path = name.partition("/")
         parts = path.split(".")
-        ends = [".".join(parts[i:]) for i in range(len(parts) if room == "optimizer" else 1)]
+        ends = [
+            ".".join(parts[i:]) for i in range(len(parts) if room == "optimizer" else 1)
+        ]
         end = next((x for x in ends if x in leaves), "")  # the longest one
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")
-    if twice := [name for name, count in Counter(renamed.values()).items() if count > 1]:
-        raise ValueError(f"restore: `renamed` gives two arrays of the checkpoint the name {twice[0]}.")
+    if twice := [
+        name for name, count in Counter(renamed.values()).items() if count > 1
+    ]:
+        raise ValueError(
+            "restore: `renamed` gives two arrays of the checkpoint the name "
+            f"{twice[0]}."
+        )
     return renamed

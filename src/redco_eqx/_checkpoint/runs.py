@@ -17,15 +17,18 @@ Identity: TypeAlias = dict[str, Any]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or cannot be read or written, or its directory has another writer."""
+    """A checkpoint is damaged or cannot be read or written, or its directory has
+    another writer."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged: a checksum is wrong, a file is missing, or its content cannot be parsed."""
+    """A checkpoint is damaged: a checksum is wrong, a file is missing, or its content
+    cannot be parsed."""
 
 
 class CheckpointFormatError(RuntimeError):
-    """A checkpoint is intact, but a different version wrote it in a format that this version cannot read."""
+    """A checkpoint is intact, but a different version wrote it in a format that this
+    version cannot read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +37,20 @@ class RunRecord:
 
     - `begin`: the step at which the run began.
     - `num_steps`: the number of steps that it has taken.
-    - `epoch`, `batch`: the number of epochs completed, and of batches completed in the next epoch.
+    - `epoch`, `batch`: the number of epochs completed, and of batches completed in the
+        next epoch.
     - `batch_size`: the number of examples in a training batch.
     - `num_examples`: the number of examples in the first epoch; `None` for a stream.
     - `finished`: true if the run has reached its end.
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` for each evaluation so far.
     - `window`: the metrics that have not been logged yet.
     - `stopped`: true if a hook has ended the run.
-    - `order`: the name of the method that makes the order of an epoch from its key (see `Epochs`); `None` if
-        the examples keep their order.
-    - `positions`: the position of each shard of a stream, as the fields of a `Position`.
-    - `identity`: further facts that distinguish the run from other runs: see `Identity`. Empty for a run of one
-        process without checkpoints.
+    - `order`: the name of the method that makes the order of an epoch from its key (see
+        `Epochs`); `None` if the examples keep their order.
+    - `positions`: the position of each shard of a stream, as the fields of a
+        `Position`.
+    - `identity`: further facts that distinguish the run from other runs: see
+        `Identity`. Empty for a run of one process without checkpoints.
     - `id`: the id that marks the rows of the run in a log.
     - `num_rows`: the number of these rows until `logged_until`.
     """
@@ -69,16 +74,21 @@ class RunRecord:
     def advanced(self, epoch: int, batch: int, positions: Any = None) -> "RunRecord":
         """Return the record after one more step, which led to this place."""
         place = {"epoch": epoch, "batch": batch, "positions": positions}
-        return dataclasses.replace(self, num_steps=self.num_steps + 1, window=None, **place)
+        return dataclasses.replace(
+            self, num_steps=self.num_steps + 1, window=None, **place
+        )
 
     @property
     def num_shards(self) -> int | None:
-        """The number of shards in which a stream is read; `None` if there is no stream."""
+        """The number of shards in which a stream is read; `None` if there is no
+        stream."""
         return None if self.positions is None else self.positions[0][1]
 
     def evaluated(self, row: Row) -> "RunRecord":
         """Return the record with the results of an evaluation at this step."""
-        return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
+        return dataclasses.replace(
+            self, evaluations=(*self.evaluations, {"step": self.step, **row})
+        )
 
     @property
     def step(self) -> int:
@@ -87,8 +97,8 @@ class RunRecord:
 
     @property
     def logged_until(self) -> int:
-        """The last step whose row does not come again when the run continues. Metrics that are not logged yet
-        can belong to the row of this very step."""
+        """The last step whose row does not come again when the run continues. Metrics
+        that are not logged yet can belong to the row of this very step."""
         return self.step if self.window is None else self.step - 1
 
     @property
@@ -101,7 +111,8 @@ class RunRecord:
 
 
 def to_json(x: Any) -> Any:
-    """Turn NaN and infinities into strings, and tuples into lists; leave everything else as it is.
+    """Turn NaN and infinities into strings, and tuples into lists; leave everything
+    else as it is.
 
     Raises `TypeError` or `ValueError` for an object that JSON cannot represent.
     """

@@ -1,4 +1,5 @@
-"""`communication`: the collectives of a compiled program, with their counts, mesh axes and source lines."""
+"""`communication`: the collectives of a compiled program, with their counts, mesh axes
+and source lines."""
 
 import math
 import os
@@ -13,7 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from redco_eqx._base.tree import ring_bytes, size_text, table
 from redco_eqx._compiled import hlo
 
-# Walk through the text of a compiled program, and list its collectives, with loops multiplied out.
+# Walk through the text of a compiled program, and list its collectives, with loops
+# multiplied out.
 
 
 KINDS = (
@@ -33,25 +35,30 @@ class Collective:
 
     **Attributes:**
 
-    - `kind`: the name that XLA uses: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
-        `"ragged-all-to-all"`, `"collective-permute"` or `"collective-broadcast"`.
-    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (for a permute:
-        sender and receiver). Axes of size one are never named. If groups do not have all devices along those
-        axes, the only label is `("part of tensor",)`, which never equals a whole axis.
+    - `kind`: the name that XLA uses: `"all-reduce"`, `"all-gather"`,
+        `"reduce-scatter"`, `"all-to-all"`, `"ragged-all-to-all"`,
+        `"collective-permute"` or `"collective-broadcast"`.
+    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group
+        differ (for a permute: sender and receiver). Axes of size one are never named.
+        If groups do not have all devices along those axes, the only label is
+        `("part of tensor",)`, which never equals a whole axis.
     - `group_size`: the number of devices in one group; 2 for a permute.
-    - `shapes`: the shapes of the results on one device, such as `"f32[8,128]"`; several if the compiler
-        combined several collectives.
-    - `result_bytes`: the size of all results on one device, for one execution, without padding of tiles.
-    - `loops`: the trip counts of the enclosing loops, outermost first; None for a count that the text does not
-        have.
-    - `conditional`: true if it is in a branch of a conditional. Only the branch with the most bytes is kept.
+    - `shapes`: the shapes of the results on one device, such as `"f32[8,128]"`; several
+        if the compiler combined several collectives.
+    - `result_bytes`: the size of all results on one device, for one execution, without
+        padding of tiles.
+    - `loops`: the trip counts of the enclosing loops, outermost first; None for a count
+        that the text does not have.
+    - `conditional`: true if it is in a branch of a conditional. Only the branch with
+        the most bytes is kept.
     - `operation`: the JAX operation that it was compiled from, such as
-        `"jit(step)/transpose(jvp())/dot_general"`, or else the name of the instruction. For a collective that
-        the compiler added, it is the operation whose result is sent. For a combined one, it is the operation of
-        one of its parts.
-    - `source`: the line of that operation, such as `"/home/me/train.py:12"`. It is the innermost line outside
-        JAX, Equinox, Optax and the building blocks of this library, or empty if the text does not have it.
-        JAX's persistent compilation cache returns a program with the lines of its first compilation.
+        `"jit(step)/transpose(jvp())/dot_general"`, or else the name of the instruction.
+        For a collective that the compiler added, it is the operation whose result is
+        sent. For a combined one, it is the operation of one of its parts.
+    - `source`: the line of that operation, such as `"/home/me/train.py:12"`. It is the
+        innermost line outside JAX, Equinox, Optax and the building blocks of this
+        library, or empty if the text does not have it. JAX's persistent compilation
+        cache returns a program with the lines of its first compilation.
     """
 
     kind: str
@@ -66,7 +73,8 @@ class Collective:
 
     @property
     def count(self) -> int:
-        """The number of executions per call of the program. A loop of unknown length counts as one trip."""
+        """The number of executions per call of the program. A loop of unknown length
+        counts as one trip."""
         return math.prod(n for n in self.loops if n is not None)
 
     @property
@@ -76,12 +84,14 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that one device sends per call of the program, if the ring algorithm is used."""
+        """The bytes that one device sends per call of the program, if the ring
+        algorithm is used."""
         return round(ring_bytes(self.kind, self.total_bytes, self.group_size))
 
     @property
     def is_backward(self) -> bool:
-        """True in a backward pass, according to the name that JAX gives to transposed operations."""
+        """True in a backward pass, according to the name that JAX gives to transposed
+        operations."""
         return "transpose(" in self.operation
 
 
@@ -94,15 +104,21 @@ _CALLS = ("calls", "to_apply", "called_computations")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
-def _walk(program: hlo.HloModule, computation: str, mesh: hlo.Sizes) -> Iterator[Collective]:
-    """Yield the collectives of a computation in order. An asynchronous pair counts once. A group of one device
-    does not communicate, and does not count. Raises `ValueError` if the text has an unknown form."""
+def _walk(
+    program: hlo.HloModule, computation: str, mesh: hlo.Sizes
+) -> Iterator[Collective]:
+    """Yield the collectives of a computation in order. An asynchronous pair counts
+    once. A group of one device does not communicate, and does not count. Raises
+    `ValueError` if the text has an unknown form."""
     lines = program.computations[computation].values()
-    starts = [hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
+    starts = [
+        hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line
+    ]
     started = {name for x in starts for name in x.operands}
     for x in (hlo.instruction(line) for line in lines if _INTERESTING.search(line)):
         if x.opcode.removesuffix("-start") in KINDS:
-            # For TPU, a collective that is fused with other work is printed in each fusion that advances it.
+            # For TPU, a collective that is fused with other work is printed in each
+            # fusion that advances it.
             if "chain_id=" not in x.attributes or x.name in started:
                 yield from _collective(program, computation, mesh, x)
         elif x.opcode == "while":
@@ -112,16 +128,27 @@ def _walk(program: hlo.HloModule, computation: str, mesh: hlo.Sizes) -> Iterator
                 for c in _walk(program, x.names(key)[0], mesh):
                     yield replace(c, loops=(times, *c.loops))
         elif x.opcode == "conditional":
-            branches = [list(_walk(program, callee, mesh)) for key in _BRANCHES for callee in x.names(key)]
-            for c in max(branches, key=lambda branch: sum(c.total_bytes for c in branch)):
+            branches = [
+                list(_walk(program, callee, mesh))
+                for key in _BRANCHES
+                for callee in x.names(key)
+            ]
+            for c in max(
+                branches, key=lambda branch: sum(c.total_bytes for c in branch)
+            ):
                 yield replace(c, conditional=True)
         elif not x.opcode.endswith(("-update", "-done")):
             for callee in (callee for key in _CALLS for callee in x.names(key)):
-                # On TPU, this is an all-reduce fused with the slice of it that a device keeps.
+                # On TPU, this is an all-reduce fused with the slice of it that a device
+                # keeps.
                 is_scatter = callee.startswith("all-reduce-scatter")
                 for c in _walk(program, callee, mesh):
                     if is_scatter and c.kind == "all-reduce":
-                        c = replace(c, kind="reduce-scatter", **_described(program, computation, x, x.shape))
+                        c = replace(
+                            c,
+                            kind="reduce-scatter",
+                            **_described(program, computation, x, x.shape),
+                        )
                     yield c
 
 
@@ -132,24 +159,33 @@ def _collective(
     is_permute = kind == "collective-permute"
     printed = hlo.GROUPS.search(x.attributes)
     if printed is None:
-        raise ValueError(f"communication: cannot read the groups of this line: {x.line.strip()[:300]}")
+        raise ValueError(
+            "communication: cannot read the groups of this line: "
+            f"{x.line.strip()[:300]}"
+        )
     axes, is_whole, group_size = hlo.group_axes(printed[1], mesh)
     if group_size == 1:
         return
     shape = x.shape
     if x.opcode.endswith("-start") and kind != "all-reduce":
-        # (operands, results, ...); the operands of an all-reduce have the shapes of its results, and are not
-        # printed.
+        # (operands, results, ...); the operands of an all-reduce have the shapes of its
+        # results, and are not printed.
         shape = hlo.split_commas(shape[1:-1])[1]
     if not is_whole and not is_permute:
         axes = (f"part of {','.join(axes)}",)
     what = _described(program, computation, x, shape)
-    yield Collective(kind=kind, axes=axes, group_size=group_size, loops=(), conditional=False, **what)
+    yield Collective(
+        kind=kind, axes=axes, group_size=group_size, loops=(), conditional=False, **what
+    )
 
 
-def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str) -> dict[str, Any]:
-    lines, told = program.computations[computation], x
-    shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))  # without their layouts in memory
+def _described(
+    program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str
+) -> dict[str, Any]:
+    lines = program.computations[computation]
+    told = x
+    # Without their layouts in memory.
+    shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = hlo.instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
@@ -162,7 +198,8 @@ def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, sha
     }
 
 
-# `communication`: the collectives of a compiled program, with their counts, mesh axes and source lines.
+# `communication`: the collectives of a compiled program, with their counts, mesh axes
+# and source lines.
 
 
 @dataclass(frozen=True)
@@ -174,9 +211,10 @@ class Total:
     - `count`: the number of executions.
     - `result_bytes`: the bytes of the results on one device.
     - `sent_bytes`: the bytes that one device sends, if the ring algorithm is used.
-    - `bound`: how the true numbers relate to these: `""` if they are equal; `">="` if some collectives are in a
-        loop whose length the program does not state (it counts as one trip); `"<="` if some are in a branch of
-        a conditional (the branch with the most bytes counts); `"~"` if both apply.
+    - `bound`: how the true numbers relate to these: `""` if they are equal; `">="` if
+        some collectives are in a loop whose length the program does not state (it
+        counts as one trip); `"<="` if some are in a branch of a conditional (the branch
+        with the most bytes counts); `"~"` if both apply.
     """
 
     count: int
@@ -186,7 +224,8 @@ class Total:
 
 
 class Communication(tuple[Collective, ...]):
-    """A tuple of the collectives in one call to a compiled program, in the order of the program.
+    """A tuple of the collectives in one call to a compiled program, in the order of the
+    program.
 
     `str()` gives a table by kind, axes and source line.
     """
@@ -198,34 +237,49 @@ class Communication(tuple[Collective, ...]):
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Total]:
-        """`{("tensor",): total}`, most bytes first. A collective over two axes has a key with both."""
+        """`{("tensor",): total}`, most bytes first. A collective over two axes has a
+        key with both."""
         return _grouped(self, lambda c: c.axes)
 
     @property
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """`{(kind, axes): count}`. A test should compare the whole dict, so that it allows nothing else."""
-        return {key: row.count for key, row in _grouped(self, lambda c: (c.kind, c.axes)).items()}
+        """`{(kind, axes): count}`. A test should compare the whole dict, so that it
+        allows nothing else."""
+        return {
+            key: row.count
+            for key, row in _grouped(self, lambda c: (c.kind, c.axes)).items()
+        }
 
     def __str__(self) -> str:
         rows = [("kind", "axes", "count", "MiB", "MiB sent", "source")]
         groups = _grouped(self, lambda c: (c.kind, c.axes, c.source, c.is_backward))
-        for (kind, axes, source, backward), total in [*groups.items(), (("total", (), "", False), self.total)]:
+        for (kind, axes, source, backward), total in [
+            *groups.items(),
+            (("total", (), "", False), self.total),
+        ]:
             where = os.path.basename(source) + (" (backward)" if backward else "")
-            made, sent = f"{total.result_bytes / 2**20:.3f}", f"{total.sent_bytes / 2**20:.3f}"
-            rows.append((kind, ",".join(axes), f"{total.bound}{total.count}", made, sent, where))
+            made = f"{total.result_bytes / 2**20:.3f}"
+            sent = f"{total.sent_bytes / 2**20:.3f}"
+            rows.append(
+                (kind, ",".join(axes), f"{total.bound}{total.count}", made, sent, where)
+            )
         lines = table(rows, right=(2, 3, 4))
         bounds = (">=", "<=") if self.total.bound == "~" else (self.total.bound,)
-        return "\n".join([*lines, *(text for bound, text in _NOTES.items() if bound in bounds)])
+        return "\n".join(
+            [*lines, *(text for bound, text in _NOTES.items() if bound in bounds)]
+        )
 
 
-def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh) -> Communication:
-    """List the collectives of a compiled program with their kinds, mesh axes, counts, bytes and lines of
-    Python.
+def communication(
+    compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
+) -> Communication:
+    """List the collectives of a compiled program with their kinds, mesh axes, counts,
+    bytes and lines of Python.
 
-    It reads the text of the program (optimized HLO) and runs nothing, so you may lower the step on abstract
-    arguments, for devices that you do not have. An operation in a loop counts once per iteration, so the
-    numbers are those of one call. Transfers to and from the host, and point-to-point `send` and `recv`, do
-    not count.
+    It reads the text of the program (optimized HLO) and runs nothing, so you may lower
+    the step on abstract arguments, for devices that you do not have. An operation in a
+    loop counts once per iteration, so the numbers are those of one call. Transfers to
+    and from the host, and point-to-point `send` and `recv`, do not count.
 
     ```python
     found = rx.communication(step.lower(state, batch).compile(), mesh)
@@ -235,34 +289,48 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
 
     **Arguments:**
 
-    - `compiled`: the result of `jit_step(step).lower(...).compile()` or `jax.jit(f).lower(...).compile()`, or
-        its `as_text()`, for CPU, GPU or TPU.
-    - `mesh`: the mesh that the program was compiled for. HLO names a device by its position in
-        `mesh.devices.flat`, so only the names and sizes of the axes are used.
+    - `compiled`: the result of `jit_step(step).lower(...).compile()` or
+        `jax.jit(f).lower(...).compile()`, or its `as_text()`, for CPU, GPU or TPU.
+    - `mesh`: the mesh that the program was compiled for. HLO names a device by its
+        position in `mesh.devices.flat`, so only the names and sizes of the axes are
+        used.
 
     **Returns:**
 
-    A `Communication`: the collectives, and their totals by kind and by axes. `str()` gives a table.
+    A `Communication`: the collectives, and their totals by kind and by axes. `str()`
+    gives a table.
 
     **Raises:**
 
     - `TypeError` if `compiled` is not a compiled program.
-    - `ValueError` if its text is not the optimized HLO of one program, is for a different number of devices
-        than the mesh has, or has an unknown form. Nothing is skipped silently.
+    - `ValueError` if its text is not the optimized HLO of one program, is for a
+        different number of devices than the mesh has, or has an unknown form. Nothing
+        is skipped silently.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         name = type(compiled).__name__
-        raise TypeError(f"communication: compiled is a {name}, but must be what Lowered.compile() returns.")
-    program = hlo.parse(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+        raise TypeError(
+            f"communication: compiled is a {name}, but must be what Lowered.compile() "
+            "returns."
+        )
+    program = hlo.parse(
+        compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    )
     if program.num_devices not in (None, mesh.size):
         raise ValueError(
-            f"communication: the program is for {program.num_devices} device(s), but the mesh has {mesh.size}: "
-            f"{dict(mesh.shape)}. Pass the mesh that its arguments lie on."
+            f"communication: the program is for {program.num_devices} device(s), but "
+            f"the mesh has {mesh.size}: {dict(mesh.shape)}. Pass the mesh that its "
+            "arguments lie on."
         )
     return Communication(_walk(program, program.entry, tuple(mesh.shape.items())))
 
 
-_BOUNDS = {(False, False): "", (True, False): ">=", (False, True): "<=", (True, True): "~"}
+_BOUNDS = {
+    (False, False): "",
+    (True, False): ">=",
+    (False, True): "<=",
+    (True, True): "~",
+}
 _NOTES = {
     ">=": ">= a loop whose length the program does not state counts as one trip",
     "<=": "<= a conditional counts as its branch with the most bytes",
@@ -274,46 +342,65 @@ def _total(members: Sequence[Collective]) -> Total:
         count=sum(c.count for c in members),
         result_bytes=sum(c.total_bytes for c in members),
         sent_bytes=sum(c.sent_bytes for c in members),
-        bound=_BOUNDS[any(None in c.loops for c in members), any(c.conditional for c in members)],
+        bound=_BOUNDS[
+            any(None in c.loops for c in members), any(c.conditional for c in members)
+        ],
     )
 
 
-def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) -> dict[Any, Total]:
+def _grouped(
+    members: Iterable[Collective], key: Callable[[Collective], Any]
+) -> dict[Any, Total]:
     groups: dict[Any, list[Collective]] = {}
     for c in members:
         groups.setdefault(key(c), []).append(c)
     totals = {name: _total(group) for name, group in groups.items()}
-    return dict(sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0]))))
+    return dict(
+        sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0])))
+    )
 
 
 # The memory and communication of a compiled step, in bytes and as a line of text.
 
 
 def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
-    """Return the bytes that a program takes on a device at its peak, and those of its arguments alone.
+    """Return the bytes that a program takes on a device at its peak, and those of its
+    arguments alone.
 
-    The TPU compiler reports the peak. For other compilers, it is the sum of the arguments, the results that do
-    not overwrite arguments, and the temporaries, which is at least as large.
+    The TPU compiler reports the peak. For other compilers, it is the sum of the
+    arguments, the results that do not overwrite arguments, and the temporaries, which
+    is at least as large.
     """
     stats = compiled.memory_analysis()
     assert stats is not None  # CPU, GPU and TPU have one
     arguments = stats.argument_size_in_bytes
-    # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no upstream issue known).
+    # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no
+    # upstream issue known).
     shardings = jax.tree.leaves(compiled.output_shardings)
-    if shardings and next(iter(shardings[0].device_set)).platform == "tpu" and stats.peak_memory_in_bytes:
+    if (
+        shardings
+        and next(iter(shardings[0].device_set)).platform == "tpu"
+        and stats.peak_memory_in_bytes
+    ):
         return stats.peak_memory_in_bytes, arguments
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return arguments + results + stats.temp_size_in_bytes, arguments
 
 
 def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
-    """Describe the cost of a step in a line:
-    `a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
+    """Describe the cost of a step in a line: `a step takes 1.5 MiB of each device, 0.9
+    MiB of it while it runs, and sends 256.0 KiB over data`."""
     peak, arguments = memory_bytes(compiled)
-    line = f"a step takes {size_text(peak)} of each device, {size_text(peak - arguments)} of it while it runs"
+    line = (
+        f"a step takes {size_text(peak)} of each device, {size_text(peak - arguments)} "
+        "of it while it runs"
+    )
     try:
         found = communication(compiled, mesh).by_axes
     except ValueError:  # an unknown form of the text
         return line
-    sent = [f"{size_text(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
+    sent = [
+        f"{size_text(total.sent_bytes)} over {' and '.join(axes)}"
+        for axes, total in found.items()
+    ]
     return f"{line}, and sends {', '.join(sent) or 'nothing'}"

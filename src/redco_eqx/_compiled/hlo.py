@@ -1,4 +1,5 @@
-"""The text of a compiled program (optimized HLO): instructions, source lines, trip counts, device groups."""
+"""The text of a compiled program (optimized HLO): instructions, source lines, trip
+counts, device groups."""
 
 import math
 import operator
@@ -10,24 +11,36 @@ from typing import Any
 
 import numpy as np
 
-# The line of Python that an instruction was compiled from, according to the tables at the start of the text.
+# The line of Python that an instruction was compiled from, according to the tables at
+# the start of the text.
 
 
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
-# Frames in these files implement an operation. The line to report is the one of the model or loop that uses it.
-_LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<")
+_FRAME = re.compile(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
+)
+# Frames in these files implement an operation. The line to report is the one of the
+# model or loop that uses it.
+_LIBRARIES = re.compile(
+    r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<"
+)
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries or, if
-    there is none, the innermost line overall. The dict is empty if the text has no such tables."""
+    """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line
+    outside libraries or, if there is none, the innermost line overall. The dict is
+    empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
-    places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
-    frames = {int(key): (places[place], int(parent or 0)) for key, place, parent in _FRAME.findall(text)}
-    # Parents are numbered from one or from zero, depending on the version. The parent of the outermost frame
-    # has the lowest number, and is not a frame.
+    places = {
+        key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)
+    }
+    frames = {
+        int(key): (places[place], int(parent or 0))
+        for key, place, parent in _FRAME.findall(text)
+    }
+    # Parents are numbered from one or from zero, depending on the version. The parent
+    # of the outermost frame has the lowest number, and is not a frame.
     outermost = min((parent for _, parent in frames.values()), default=0)
 
     def source(frame: int) -> str:
@@ -42,7 +55,8 @@ def source_lines(text: str) -> dict[int, str]:
     return {frame: source(frame) for frame in frames}
 
 
-# The text of a compiled program (optimized HLO): its computations, and their instructions.
+# The text of a compiled program (optimized HLO): its computations, and their
+# instructions.
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,8 @@ class Instruction:
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]  # names without "%"; the value of a constant; the number of a parameter
+    # Names without "%"; the value of a constant; the number of a parameter.
+    operands: tuple[str, ...]
     attributes: str  # with empty strings, because their text is not an attribute
     line: str
 
@@ -64,7 +79,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class HloModule:
-    """The text, split into lines of instructions. Each line is parsed only when it is needed."""
+    """The text, split into lines of instructions. Each line is parsed only when it is
+    needed."""
 
     computations: dict[str, dict[str, str]]  # name -> {instruction's name: its line}
     roots: dict[str, str]
@@ -79,7 +95,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def parse(text: str) -> HloModule:
-    """Read a program from text. Raises `ValueError` if the text is not the optimized HLO of one program."""
+    """Read a program from text. Raises `ValueError` if the text is not the optimized
+    HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
     entries: list[str] = []
@@ -90,7 +107,8 @@ def parse(text: str) -> HloModule:
             num_devices = math.prod(map(int, sizes))
         elif current is None:
             if start := _COMPUTATION.match(line):
-                current, name = start[2], None
+                current = start[2]
+                name = None
                 computations[current] = {}
                 entries += [current] if start[1] else []
         elif line.lstrip().startswith("}"):
@@ -104,8 +122,9 @@ def parse(text: str) -> HloModule:
             computations[current][name] += " " + line.strip()
     if len(entries) != 1:
         raise ValueError(
-            f"communication: the text has {len(entries)} ENTRY computations, but one is expected. Pass what "
-            "jit_step(step).lower(state, batch).compile() returns, or its as_text()."
+            f"communication: the text has {len(entries)} ENTRY computations, but one "
+            "is expected. Pass what jit_step(step).lower(state, batch).compile() "
+            "returns, or its as_text()."
         )
     return HloModule(computations, roots, entries[0], num_devices, source_lines(text))
 
@@ -118,17 +137,25 @@ def instruction(line: str) -> Instruction:
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
     head = re.match(r"(\(.*?\)|\S+)\s+([\w\-]+)(?=\()", rest)
     if head is None:
-        raise ValueError(f"communication: cannot read this line as an instruction: {line.strip()[:300]}")
+        raise ValueError(
+            "communication: cannot read this line as an instruction: "
+            f"{line.strip()[:300]}"
+        )
     operands, *_ = split_commas(rest[head.end() :])
     attributes = _STRING.sub('""', rest[head.end() + len(operands) :])
     # An operand has a shape and "%", or not.
-    names = [operand.split()[-1].lstrip("%") for operand in split_commas(operands.strip()[1:-1])]
+    names = [
+        operand.split()[-1].lstrip("%")
+        for operand in split_commas(operands.strip()[1:-1])
+    ]
     return Instruction(definition[2], head[1], head[2], tuple(names), attributes, line)
 
 
 def split_commas(text: str) -> list[str]:
     """Return the parts between the commas that are not in brackets."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for mark in re.finditer(r"[()\[\]{},]", text):
         if mark[0] != ",":
             depth += 1 if mark[0] in "([{" else -1
@@ -152,44 +179,60 @@ def num_elements(array: str) -> int:
 
 
 def shape_bytes(array: str) -> int:
-    """Return the size of `"f32[8,128]"` in bytes. Elements smaller than a byte are packed."""
+    """Return the size of `"f32[8,128]"` in bytes. Elements smaller than a byte are
+    packed."""
     dtype = array.split("[")[0]
     # In "s4", "u32", "f16", "f8e4m3fn" and "c64", the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)
     bits = int(width[1]) if width else _BITS.get(dtype)
     if bits is None:
-        raise ValueError(f"communication: the width of dtype {dtype!r} (in {array}) is not known.")
+        raise ValueError(
+            f"communication: the width of dtype {dtype!r} (in {array}) is not known."
+        )
     return -(-bits * num_elements(array) // 8)
 
 
-# Trip counts of loops. The text has them for CPU and GPU. For TPU, the counters of the loop are evaluated here.
+# Trip counts of loops. The text has them for CPU and GPU. For TPU, the counters of the
+# loop are evaluated here.
 
 
 _MOST_TRIPS = 10_000
-_Value = int | dict[int, Any] | None  # a number; the numbers that a loop carries, by position; unknown
+# A number; the numbers that a loop carries, by position; unknown.
+_Value = int | dict[int, Any] | None
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """Return the number of trips of a loop, or None if the text does not determine it."""
+    """Return the number of trips of a loop, or None if the text does not determine
+    it."""
     if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
         return int(known[1])
-    body, condition = loop.names("body")[0], loop.names("condition")[0]
+    body = loop.names("body")[0]
+    condition = loop.names("condition")[0]
     before = instruction(program.computations[computation][loop.operands[0]])
     after = instruction(program.computations[body][program.roots[body]])
     if before.opcode != "tuple" or after.opcode != "tuple":
         return None
-    carried = {place: _value(program, computation, name, []) for place, name in enumerate(before.operands)}
+    carried = {
+        place: _value(program, computation, name, [])
+        for place, name in enumerate(before.operands)
+    }
     for num_trips in range(_MOST_TRIPS):
         goes_on = _value(program, condition, program.roots[condition], [carried])
         if not goes_on:
             return None if goes_on is None else num_trips
         known = [place for place, value in carried.items() if value is not None]
-        carried = {place: _value(program, body, after.operands[place], [carried]) for place in known}
+        carried = {
+            place: _value(program, body, after.operands[place], [carried])
+            for place in known
+        }
     return None
 
 
-def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """Compute the value of an instruction, in a computation that is called with `arguments`."""
+def _value(
+    program: HloModule, computation: str, name: str, arguments: Sequence[_Value]
+) -> _Value:
+    """Compute the value of an instruction, in a computation that is called with
+    `arguments`."""
     x = instruction(program.computations[computation][name])
     if x.opcode == "parameter":
         return arguments[int(x.operands[0])] if arguments else None
@@ -199,8 +242,12 @@ def _value(program: HloModule, computation: str, name: str, arguments: Sequence[
         return int(x.operands[0]) if re.fullmatch(r"-?\d+", x.operands[0]) else None
     if x.opcode == "get-tuple-element":
         carried = _value(program, computation, x.operands[0], arguments)
-        return carried.get(int(x.names("index")[0])) if isinstance(carried, dict) else None
-    operands = [_value(program, computation, operand, arguments) for operand in x.operands]
+        return (
+            carried.get(int(x.names("index")[0])) if isinstance(carried, dict) else None
+        )
+    operands = [
+        _value(program, computation, operand, arguments) for operand in x.operands
+    ]
     match x.opcode, operands:
         case "copy" | "bitcast" | "convert" | "reshape", [value]:
             return value
@@ -227,13 +274,15 @@ _LIST = r"\{(?:\{[\d,]*\}[,\s]*)*\}"
 _IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
 _AXIS = r"'[^']*'|[\w.\-]+"
 _MESH = rf"mesh\[([^\]]*)\](?:, device_ids=\(({_IOTA}|[\d,]+)\))? \{{([^}}]*)\}}"
-GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})")
+GROUPS = re.compile(
+    rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})"
+)
 
 
 @lru_cache(maxsize=1024)
 def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
-    """Return the axes along which the members of a group differ, true if every group has all devices along
-    these axes, and the size of the largest group."""
+    """Return the axes along which the members of a group differ, true if every group
+    has all devices along these axes, and the size of the largest group."""
     names, shape = zip(*mesh)
     groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
     coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
@@ -248,22 +297,28 @@ def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
 def _groups(printed: str, num_devices: int) -> list[list[int]]:
     if printed.startswith("{"):
         # {{0,1},{2,3}}, or {} for one group of all devices.
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", printed[1:-1])]
+        groups = [
+            _numbers(group) for group in re.findall(r"\{([\d,]*)\}", printed[1:-1])
+        ]
         return groups or [list(range(num_devices))]
     if printed.startswith("["):
-        # [4,2]<=[2,4]T(1,0): 4 groups of 2, cut from the numbers in shape [2,4], transposed.
+        # [4,2]<=[2,4]T(1,0): 4 groups of 2, cut from the numbers in shape [2,4],
+        # transposed.
         shape, numbers = printed.split("<=")
         return _iota(numbers).reshape(_numbers(shape)).tolist()
-    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
-    # 4 of 'b' that come after its outer 2. XLA makes up these axes.
+    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along
+    # 'a', and along the 4 of 'b' that come after its outer 2. XLA makes up these axes.
     found = re.fullmatch(_MESH, printed)
     assert found is not None  # by GROUPS
     sizes, listed, grouped = found.groups()
-    axes, num_devices = {}, 1  # for each axis, its size and the distance between neighbours
+    # For each axis, its size and the distance between neighbours.
+    axes = {}
+    num_devices = 1
     for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
         axes[name] = int(size), num_devices
         num_devices *= int(size)
-    place = group = np.arange(num_devices)  # `group`: for each place the first one of its group
+    # `group`: for each place the first one of its group.
+    place = group = np.arange(num_devices)
     for name, outer, inner in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped):
         size, stride = axes[name]
         num = int(inner or size)
@@ -279,7 +334,12 @@ def _iota(printed: str) -> np.ndarray:
     """Read `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
     shape, _, order = printed.partition("T")
     dims = _numbers(shape)
-    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(order) if order else None).reshape(-1)
+    return (
+        np.arange(math.prod(dims))
+        .reshape(dims)
+        .transpose(_numbers(order) if order else None)
+        .reshape(-1)
+    )
 
 
 def _numbers(printed: str) -> list[int]:

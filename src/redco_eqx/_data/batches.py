@@ -1,7 +1,9 @@
-"""Make batches from examples, epoch by epoch: read, collate and prefetch the rows of this process.
+"""Make batches from examples, epoch by epoch: read, collate and prefetch the rows of
+this process.
 
-The examples of a batch are a pure function of numbers that are equal on every process. Each process reads only
-the rows that its devices need. With a sequence of examples, nothing here waits for another process.
+The examples of a batch are a pure function of numbers that are equal on every process.
+Each process reads only the rows that its devices need. With a sequence of examples,
+nothing here waits for another process.
 """
 
 import contextlib
@@ -15,7 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_functions, check_whole
+from redco_eqx._base.protocols import (
+    Batch,
+    CollateFn,
+    Examples,
+    Key,
+    check_functions,
+    check_whole,
+)
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
@@ -29,7 +38,15 @@ from redco_eqx._data.placement import (
     rows_of_several,
 )
 from redco_eqx._data.workers import noting, run_ahead
-from redco_eqx._distributed.consensus import Duplicates, Facts, Vote, agree, difference, from_all, is_shared
+from redco_eqx._distributed.consensus import (
+    Duplicates,
+    Facts,
+    Vote,
+    agree,
+    difference,
+    from_all,
+    is_shared,
+)
 from redco_eqx._distributed.process_group import leave_call
 
 Made: TypeAlias = tuple[Batch, Place]
@@ -37,15 +54,17 @@ Made: TypeAlias = tuple[Batch, Place]
 
 
 class Epochs:
-    """The batches of one epoch, or of all epochs of a run in an endless sequence. Each epoch has a different
-    order.
+    """The batches of one epoch, or of all epochs of a run in an endless sequence. Each
+    epoch has a different order.
 
     - `batch_size`: the number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
-    - `examples_of`: a function from the epoch number to its examples (`None` for a stream).
-    - `order`: the name of the method that makes an order from a key, for the record of a run; `None` if the
-        examples keep their order.
-    - `positions`: the position at which a stream begins, also for the record; `None` for a sequence.
+    - `examples_of`: a function from the epoch number to its examples (`None` for a
+        stream).
+    - `order`: the name of the method that makes an order from a key, for the record of
+        a run; `None` if the examples keep their order.
+    - `positions`: the position at which a stream begins, also for the record; `None`
+        for a sequence.
     """
 
     def __init__(
@@ -57,12 +76,17 @@ class Epochs:
         mesh: Mesh,
         remainder: str = "drop",
     ):
-        """**Arguments:** as for `batches`; examples may also be a function of the epoch number.
+        """**Arguments:** as for `batches`; examples may also be a function of the epoch
+        number.
 
-        Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
+        Raises `ValueError` or `TypeError` as `batches` does, here and for the examples
+        of a later epoch.
         """
-        self._data, self._mesh, self._collate_fn = as_data(examples), mesh, collate_fn
-        self.batch_size, self._remainder = batch_size, remainder
+        self._data = as_data(examples)
+        self._mesh = mesh
+        self._collate_fn = collate_fn
+        self.batch_size = batch_size
+        self._remainder = remainder
         # `with jax.enable_x64(...)` around the consumer does not affect other threads.
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = self.num_examples = self.order = self.positions = None
@@ -74,18 +98,26 @@ class Epochs:
 
             if remainder != "drop":
                 raise ValueError(
-                    f"batches: remainder={remainder!r}, but a Stream is only for training, which drops the "
-                    "rest. Pass list(stream), or any sequence."
+                    f"batches: remainder={remainder!r}, but a Stream is only for "
+                    "training, which drops the rest. Pass list(stream), or any "
+                    "sequence."
                 )
             self.positions = (streams.first_position(self._data, batch_size, mesh),)
             kind = "batches" if self._data.batched else "examples"
-            how = f"in {self.positions[0].num_shards} shards" if self._data.sharded else "whole"
+            how = (
+                f"in {self.positions[0].num_shards} shards"
+                if self._data.sharded
+                else "whole"
+            )
             self._facts = f"a stream of {kind}, read {how}"
         else:
             given: Any = self._data.examples
-            of_epoch: Callable[[int], Any] = given if callable(given) else lambda epoch: given
+            of_epoch: Callable[[int], Any] = (
+                given if callable(given) else lambda epoch: given
+            )
             self.examples_of = functools.lru_cache(maxsize=1)(of_epoch)
-            self.num_batches, self.num_examples = self.place(0, 0).num_batches, len(self.examples_of(0))
+            self.num_batches = self.place(0, 0).num_batches
+            self.num_examples = len(self.examples_of(0))
             self.order = SHUFFLED if self._data.shuffle else None
 
     def __str__(self) -> str:
@@ -93,64 +125,81 @@ class Epochs:
             return f"{self._facts}, steps of {self.batch_size}"
         num_dropped = self.num_examples - self.num_batches * self.batch_size
         return (
-            f"{self.num_examples} examples, {self.num_batches} steps of {self.batch_size} per epoch, "
-            f"{num_dropped} dropped from each"
+            f"{self.num_examples} examples, {self.num_batches} steps of "
+            f"{self.batch_size} per epoch, {num_dropped} dropped from each"
         )
 
     def num_steps(self, num_epochs: int) -> int | None:
-        """Return the number of steps in `num_epochs` epochs, or `None` if it is not known yet. Raises
-        `ValueError` for a stream."""
+        """Return the number of steps in `num_epochs` epochs, or `None` if it is not
+        known yet. Raises `ValueError` for a stream."""
         if self.num_batches is None:
             raise ValueError(
-                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, whose length is unknown. Pass "
-                "num_steps= instead."
+                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, whose "
+                "length is unknown. Pass num_steps= instead."
             )
         if isinstance(self._data, Data) and callable(self._data.examples):
             return None
         return self.num_batches * num_epochs
 
     def place(self, epoch: int, batch: int) -> Place:
-        """Return the place after `epoch` whole epochs and `batch` batches of the next one (or all its batches,
-        if it has fewer)."""
+        """Return the place after `epoch` whole epochs and `batch` batches of the next
+        one (or all its batches, if it has fewer)."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
-        num_whole, tail = batch_sizes(self.examples_of(epoch), self.batch_size, self._remainder, self._mesh)
+        num_whole, tail = batch_sizes(
+            self.examples_of(epoch), self.batch_size, self._remainder, self._mesh
+        )
         num_batches = num_whole + len(tail)
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
-        """Yield the batches that follow a place, each with the place after it. Closing the generator ends its
-        threads.
+        """Yield the batches that follow a place, each with the place after it. Closing
+        the generator ends its threads.
 
-        `key` determines the order of each epoch; `fit` passes `order_key`. If the place has no positions, a
-        stream is read again up to it. `reading` has the options of `Reading`, whose `say` is called in the
-        thread that reads the stream.
+        `key` determines the order of each epoch; `fit` passes `order_key`. If the place
+        has no positions, a stream is read again up to it. `reading` has the options of
+        `Reading`, whose `say` is called in the thread that reads the stream.
         """
         while True:
             yield from self.rest(place, key=key, **reading)
             place = Place(place.epoch + 1, 0, None)
 
     def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
-        """Yield the batches of one epoch that follow a place, as `after` does. Raises at once if this is not
-        possible."""
+        """Yield the batches of one epoch that follow a place, as `after` does. Raises
+        at once if this is not possible."""
         epoch, start, *_ = place
         if isinstance(self._data, Stream):
             from redco_eqx._data import streams
 
             assert self.positions is not None
-            position = streams.position_at(self._data, self.positions[0], place, self.batch_size)
-            jobs = streams.read_batches(self._data, place, position, self.batch_size, self._mesh, **reading)
-            length, order = self._facts, None
+            position = streams.position_at(
+                self._data, self.positions[0], place, self.batch_size
+            )
+            jobs = streams.read_batches(
+                self._data, place, position, self.batch_size, self._mesh, **reading
+            )
+            length = self._facts
+            order = None
         else:
             length = len(self.examples_of(epoch))
-            order = epoch_order(length, key, epoch) if key is not None and self._data.shuffle else None
+            order = (
+                epoch_order(length, key, epoch)
+                if key is not None and self._data.shuffle
+                else None
+            )
             jobs = self._jobs(self.examples_of(epoch), epoch, start, order)
         duplicates = Duplicates(self._mesh)
-        again = f"batches({type(self._data).__name__}(..., prefetch=0), ..., epoch={epoch}, start="
+        again = (
+            f"batches({type(self._data).__name__}(..., prefetch=0), ..., "
+            f"epoch={epoch}, start="
+        )
 
         def make(numbered: tuple[int, Job]) -> Made:
             index, job = numbered
-            with noting(f"This is batch {index} of epoch {epoch}; {again}{index}) makes it again."):
+            with noting(
+                f"This is batch {index} of epoch {epoch}; {again}{index}) makes it "
+                "again."
+            ):
                 batch = self._collate_fn(job.read())
                 with jax.enable_x64(self._x64):
                     made = placed(batch, self._mesh, job.size, job.num_here)
@@ -163,10 +212,17 @@ class Epochs:
             "epoch": epoch,
             "start": start,
             "remainder": self._remainder,
-            "the order by key": None if order is None else order(np.arange(min(4, order.num))).tolist(),
+            "the order by key": None
+            if order is None
+            else order(np.arange(min(4, order.num))).tolist(),
             "mesh": dict(self._mesh.shape),
         }
-        agree(self._mesh, "batches", {name: str(value) for name, value in facts.items()}, wait=False)
+        agree(
+            self._mesh,
+            "batches",
+            {name: str(value) for name, value in facts.items()},
+            wait=False,
+        )
         made = run_ahead(enumerate(jobs, start), make, self._data)
         if is_shared(self._mesh):
             made = _of_equal_shapes(made, self._mesh, start)
@@ -175,28 +231,43 @@ class Epochs:
         end = Place(epoch + 1, 0, None, self.positions)
         return _with_ends(made, self._mesh, start, end, is_whole=not self._data.sharded)
 
-    def _compare_rows(self, duplicates: Duplicates, index: int, batch: Batch, job: Job) -> None:
-        """Compare the rows of a batch that several processes make, each for its own devices."""
+    def _compare_rows(
+        self, duplicates: Duplicates, index: int, batch: Batch, job: Job
+    ) -> None:
+        """Compare the rows of a batch that several processes make, each for its own
+        devices."""
         for processes, rows in rows_of_several(self._mesh, job.size).items():
             if job.num_here != job.size:
                 rows = np.searchsorted(layout(self._mesh, job.size)[1], rows)
-            duplicates.compare(processes, f"collate_fn: batch {index}", checksums_of(batch, rows))
+            duplicates.compare(
+                processes, f"collate_fn: batch {index}", checksums_of(batch, rows)
+            )
 
-    def _jobs(self, examples: Examples, epoch: int, start: int, order: Permutation | None) -> Iterator[Job]:
-        num_whole, tail = batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
-        num_examples, num_batches = len(examples), num_whole + len(tail)
+    def _jobs(
+        self, examples: Examples, epoch: int, start: int, order: Permutation | None
+    ) -> Iterator[Job]:
+        num_whole, tail = batch_sizes(
+            examples, self.batch_size, self._remainder, self._mesh
+        )
+        num_examples = len(examples)
+        num_batches = num_whole + len(tail)
         if not 0 <= start <= num_batches:
             raise ValueError(
-                f"batches: start={start}, but the epoch has {num_batches} batches ({num_examples} examples, "
-                f"batch_size={self.batch_size}). It must be in 0..{num_batches}."
+                f"batches: start={start}, but the epoch has {num_batches} batches "
+                f"({num_examples} examples, batch_size={self.batch_size}). It must be "
+                f"in 0..{num_batches}."
             )
 
         def rows(index: int) -> tuple[int, np.ndarray, np.ndarray]:
-            """The size of a batch, the rows that this process makes, and their positions in the epoch."""
+            """The size of a batch, the rows that this process makes, and their
+            positions in the epoch."""
             size = self.batch_size if index < num_whole else tail[index - num_whole]
-            offset = self.batch_size * min(index, num_whole) + sum(tail[: max(0, index - num_whole)])
+            offset = self.batch_size * min(index, num_whole) + sum(
+                tail[: max(0, index - num_whole)]
+            )
             here = layout(self._mesh, size)[1]
-            return size, here, np.minimum(offset + here, num_examples - 1)  # "pad" repeats the last example
+            # "pad" repeats the last example.
+            return size, here, np.minimum(offset + here, num_examples - 1)
 
         def read(wanted: list[int]) -> list[Any]:
             found = {i: examples[i] for i in dict.fromkeys(wanted)}
@@ -206,19 +277,31 @@ class Epochs:
             # The order of a few positions takes as long to compute as that of hundreds.
             num_at_once = max(1, 512 // self.batch_size)
             for first in range(start, num_batches, num_at_once):
-                several = [rows(index) for index in range(first, min(first + num_at_once, num_batches))]
-                numbers = iter((order or np.asarray)(np.concatenate([x for *_, x in several])).tolist())
+                several = [
+                    rows(index)
+                    for index in range(first, min(first + num_at_once, num_batches))
+                ]
+                numbers = iter(
+                    (order or np.asarray)(
+                        np.concatenate([x for *_, x in several])
+                    ).tolist()
+                )
                 for index, (size, here, _) in enumerate(several, first):
                     wanted = list(itertools.islice(numbers, len(here)))
                     after = divmod(epoch * num_batches + index + 1, num_batches)
-                    yield Job(size, len(here), functools.partial(read, wanted), Place(*after, num_batches))
+                    yield Job(
+                        size,
+                        len(here),
+                        functools.partial(read, wanted),
+                        Place(*after, num_batches),
+                    )
 
         return jobs()
 
 
 def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator[Made]:
-    """Yield the same batches. Raises `ValueError` if the shapes of a batch differ from those of the first,
-    or those of the first from another process's."""
+    """Yield the same batches. Raises `ValueError` if the shapes of a batch differ from
+    those of the first, or those of the first from another process's."""
     first: Facts = {}
     with contextlib.closing(made), _noting_exits():
         for index, (batch, place) in enumerate(made, start):
@@ -229,15 +312,17 @@ def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator
             if found := difference(shapes, first):
                 name, here, there = found
                 raise ValueError(
-                    f"collate_fn: batch {index}: {name} is {here}, but was {there} in batch {start}. With "
-                    "several processes, an epoch must have one shape (pad text to a fixed length)."
+                    f"collate_fn: batch {index}: {name} is {here}, but was {there} in "
+                    f"batch {start}. With several processes, an epoch must have one "
+                    "shape (pad text to a fixed length)."
                 )
             yield batch, place
 
 
 @contextlib.contextmanager
 def _noting_exits() -> Iterator[None]:
-    """Tell the other processes if `collate_fn` or the examples end the program (`sys.exit`)."""
+    """Tell the other processes if `collate_fn` or the examples end the program
+    (`sys.exit`)."""
     try:
         yield
     except SystemExit as error:
@@ -245,13 +330,16 @@ def _noting_exits() -> Iterator[None]:
         raise
 
 
-def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
-    """Yield each batch of a stream when it is known whether it is the last one on any process. All processes
-    stop at that batch.
+def _with_ends(
+    made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool
+) -> Generator[Made]:
+    """Yield each batch of a stream when it is known whether it is the last one on any
+    process. All processes stop at that batch.
 
-    No process waits for another: the answer about a batch comes a few batches later. With `is_whole`, all
-    processes read the same examples. Raises `ValueError` on all of them if the checksums of these differ, or if
-    an epoch that is read from its beginning has no batch.
+    No process waits for another: the answer about a batch comes a few batches later.
+    With `is_whole`, all processes read the same examples. Raises `ValueError` on all of
+    them if the checksums of these differ, or if an epoch that is read from its
+    beginning has no batch.
     """
     vote = Vote(mesh)
     behind: deque[Made | None] = deque()
@@ -273,16 +361,17 @@ def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_
             is_end, greatest, negative_of_least = answer
             if greatest != -negative_of_least:
                 raise ValueError(
-                    "Stream(sharded=False): the processes read different examples for a batch, but each of "
-                    "them must read the same. Set a seed for the shuffle of the stream, or pass sharded=True, "
-                    "so that each process reads a part."
+                    "Stream(sharded=False): the processes read different examples for "
+                    "a batch, but each of them must read the same. Set a seed for the "
+                    "shuffle of the stream, or pass sharded=True, so that each process "
+                    "reads a part."
                 )
             if ready is not None:
                 yield ready[0], end if is_end else ready[1]
             elif is_end and start == 0:
                 raise ValueError(
-                    f"Stream: epoch {end.epoch - 1} does not fill one batch. A function of the epoch must "
-                    "return a new iterable each time."
+                    f"Stream: epoch {end.epoch - 1} does not fill one batch. A "
+                    "function of the epoch must return a new iterable each time."
                 )
             if is_end:
                 return
@@ -290,10 +379,13 @@ def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one epoch, and the current place in it. [`batches`][] returns it."""
+    """The batches of one epoch, and the current place in it. [`batches`][] returns
+    it."""
 
     def __init__(self, made: Generator[Made], place: Place):
-        self._made, self._place, self._end = made, place, Place(place.epoch + 1, 0, None)
+        self._made = made
+        self._place = place
+        self._end = Place(place.epoch + 1, 0, None)
 
     def __next__(self) -> Batch:
         try:
@@ -308,16 +400,22 @@ class Batches(Iterator[Batch]):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments with which `batches` continues after the last batch that it yielded. They are plain
-        JSON, so you can put them in the `extras` of a checkpoint.
+        """The arguments with which `batches` continues after the last batch that it
+        yielded. They are plain JSON, so you can put them in the `extras` of a
+        checkpoint.
 
-        After the last batch of an epoch, these are the arguments for the next epoch. For a stream, all
-        processes must read `place`, because each knows the position in only one shard.
+        After the last batch of an epoch, these are the arguments for the next epoch.
+        For a stream, all processes must read `place`, because each knows the position
+        in only one shard.
         """
         epoch, start, _, positions = self._place
         place: dict[str, Any] = {"epoch": epoch, "start": start}
         if positions is not None:
-            shards = {shard[0]: list(shard) for of_process in from_all(positions) for shard in of_process}
+            shards = {
+                shard[0]: list(shard)
+                for of_process in from_all(positions)
+                for shard in of_process
+            }
             place["positions"] = list(shards.values())
         return place
 
@@ -339,57 +437,66 @@ def batches(
     positions: Sequence[Sequence[Any]] | None = None,
     remainder: str = "drop",
 ) -> Batches:
-    """Iterate over the batches of one epoch, placed on the mesh with their leading dim split over its data
-    shards.
+    """Iterate over the batches of one epoch, placed on the mesh with their leading dim
+    split over its data shards.
 
     ```python
-    for batch in rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2)):
+    order = dict(batch_size=64, mesh=mesh, key=jax.random.key(2))
+    for batch in rx.batches(examples, collate_fn, **order):
         state, metrics = step(state, batch)
     ```
 
-    The iterator has a place. Another iterator can continue from there, even in another process:
+    The iterator has a place. Another iterator can continue from there, even in another
+    process:
 
     ```python
-    iterator = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2))
+    iterator = rx.batches(examples, collate_fn, **order)
     batch = next(iterator)
-    rest = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2), **iterator.place)
+    rest = rx.batches(examples, collate_fn, **order, **iterator.place)
     ```
 
     **Arguments:**
 
-    - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face
-        dataset. Each process reads only the rows that it needs. Pass [`Data`][] to set how they are read, or a
-        [`Stream`][] for examples that come one after the other (with `remainder="drop"`).
-    - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim `len(examples)`. It
-        is called once per batch, with this process's rows in global order. With several processes, these rows
-        are a part of the batch, so the other dims must not depend on the examples (pad text to a fixed length).
-        If the devices of several processes need the same rows (`tensor` over processes), each of these
-        processes makes them, so their random numbers must come from the example or from a seed.
-        Return new arrays each time, because an earlier array may still be in use.
+    - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy
+        array, a Hugging Face dataset. Each process reads only the rows that it needs.
+        Pass [`Data`][] to set how they are read, or a [`Stream`][] for examples that
+        come one after the other (with `remainder="drop"`).
+    - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading
+        dim `len(examples)`. It is called once per batch, with this process's rows in
+        global order. With several processes, these rows are a part of the batch, so the
+        other dims must not depend on the examples (pad text to a fixed length). If the
+        devices of several processes need the same rows (`tensor` over processes), each
+        of these processes makes them, so their random numbers must come from the
+        example or from a seed. Return new arrays each time, because an earlier array
+        may still be in use.
     - `batch_size`: the number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
-    - `key`: shuffles the examples. `None` keeps their order. A stream always keeps its order.
+    - `key`: shuffles the examples. `None` keeps their order. A stream always keeps its
+        order.
     - `epoch`: the epoch number; each epoch has a different order.
-    - `start`: the index of the first batch to yield. `batches(start=k)` continues an epoch after its first `k`
-        batches.
-    - `positions`: the positions of the shards of a stream at `start`, as in `place`. Without them, the stream
-        is read again up to `start`.
-    - `remainder`: how to treat the examples after the last whole batch. `"drop"` (training) leaves them out.
-        `"split"` (evaluation) makes up to two smaller batches: one of as many examples as divide over the data
-        shards, and a replicated one of the rest. No example is lost or counted twice. `"pad"` (prediction)
-        fills the last batch by repeating the last example.
+    - `start`: the index of the first batch to yield. `batches(start=k)` continues an
+        epoch after its first `k` batches.
+    - `positions`: the positions of the shards of a stream at `start`, as in `place`.
+        Without them, the stream is read again up to `start`.
+    - `remainder`: how to treat the examples after the last whole batch. `"drop"`
+        (training) leaves them out. `"split"` (evaluation) makes up to two smaller
+        batches: one of as many examples as divide over the data shards, and a
+        replicated one of the rest. No example is lost or counted twice. `"pad"`
+        (prediction) fills the last batch by repeating the last example.
 
     **Returns:**
 
-    An iterator with a `place` (see [`Batches`][]). Its threads end when you close or drop it. An exception in
-    `examples` or `collate_fn` is raised at the batch where it happened.
+    An iterator with a `place` (see [`Batches`][]). Its threads end when you close or
+    drop it. An exception in `examples` or `collate_fn` is raised at the batch where it
+    happened.
 
     **Raises:**
 
-    `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs from that of another
-    process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or (with
-    several processes) arrays of other shapes than in the first batch, or than on another process, or other
-    numbers than on another process that makes the same rows. The message names the leaf.
+    `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs
+    from that of another process. At a batch: `collate_fn` returns anything but numeric
+    arrays with one row per example, or (with several processes) arrays of other shapes
+    than in the first batch, or than on another process, or other numbers than on
+    another process that makes the same rows. The message names the leaf.
     """
     check_functions("batches", collate_fn=collate_fn)
     check_whole("batches", batch_size=batch_size, epoch=epoch, start=start)
@@ -397,15 +504,19 @@ def batches(
     if isinstance(data, Data):
         num_examples_of(data.sequence)  # no function of the epoch
         if positions is not None:
-            raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
-    epochs = Epochs(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
+            raise ValueError(
+                "batches: positions are those of a Stream, but examples are a sequence."
+            )
+    epochs = Epochs(
+        data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder
+    )
     place = Place(int(epoch), int(start), None, positions)
     return Batches(epochs.rest(place, key=key), place)
 
 
 def shapes_of(batch: Batch) -> Facts:
-    """Return the dtype and shape of each leaf. The leading dim is left open, because each process has
-    different rows."""
+    """Return the dtype and shape of each leaf. The leading dim is left open, because
+    each process has different rows."""
     return {
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)

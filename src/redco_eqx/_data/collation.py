@@ -38,14 +38,17 @@ class CollatedTwice:
         # An error belongs to a batch of the run, which this is not.
         with _same_generators(), contextlib.suppress(Exception):
             second = _checksums(self._collate_fn(examples))
-        changing = [path or "the batch" for path in first if first[path] != second.get(path)]
+        changing = [
+            path or "the batch" for path in first if first[path] != second.get(path)
+        ]
         if changing and jax.process_index() == 0:
             warn(
-                f"collate_fn made two different batches of the same examples: {changing[0]} "
-                "differs. It draws random numbers, or depends on something else that "
-                "changes. So a run that is interrupted and resumed is not exactly the run "
-                "without an interruption. To make it exact, draw the numbers in loss_fn "
-                "from its key, or in collate_fn from a seed that is in the example, as in "
+                "collate_fn made two different batches of the same examples: "
+                f"{changing[0]} differs. It draws random numbers, or depends on "
+                "something else that changes. So a run that is interrupted and "
+                "resumed is not exactly the run without an interruption. To make it "
+                "exact, draw the numbers in loss_fn from its key, or in collate_fn "
+                "from a seed that is in the example, as in "
                 'np.random.default_rng(example["seed"]).'
             )
         return batch
@@ -59,7 +62,8 @@ def _checksums(batch: Batch) -> dict[str, int]:
 def _same_generators() -> Iterator[None]:
     """Leave the global generators of random numbers as they were before the block."""
     torch: Any = sys.modules.get("torch")
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     of_torch = None if torch is None else torch.get_rng_state()
     try:
         yield

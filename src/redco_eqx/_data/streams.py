@@ -21,8 +21,8 @@ from redco_eqx._sharding.mesh import batch_sharding
 
 
 def state_to_text(state: Any) -> str | None:
-    """Write the state of a source as a Python literal. Return `None` if it contains anything but numbers, text,
-    bytes, lists, tuples, sets and dicts."""
+    """Write the state of a source as a Python literal. Return `None` if it contains
+    anything but numbers, text, bytes, lists, tuples, sets and dicts."""
     text = repr(state)
     with contextlib.suppress(ValueError, SyntaxError):
         return text if ast.literal_eval(text) == state else None
@@ -32,7 +32,8 @@ def state_to_text(state: Any) -> str | None:
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 PROOF = 1000
-"""The minimum number of examples after a state that must be the same as before, so that the state is used."""
+"""The minimum number of examples after a state that must be the same as before, so that
+the state is used."""
 
 
 class Reading(Iterator[Any]):
@@ -47,49 +48,64 @@ class Reading(Iterator[Any]):
         verify: bool = True,
         say: Callable[[str], object] = lambda _: None,
     ):
-        """Open the stream, and go to the position. Restore the state of the source, if the items from there
-        match the stored checksum. Otherwise, read up to the position from the beginning.
+        """Open the stream, and go to the position. Restore the state of the source, if
+        the items from there match the stored checksum. Otherwise, read up to the
+        position from the beginning.
 
         **Arguments:**
 
         - `verify`: true to reject items that differ from those that were read before.
         - `say`: called with a message about how the position was reached.
 
-        Raises `ValueError` if the stream ends before the position or gives different items, and `TypeError` if
-        its function does not return an iterable.
+        Raises `ValueError` if the stream ends before the position or gives different
+        items, and `TypeError` if its function does not return an iterable.
         """
-        self._stream, self._epoch = stream, epoch
+        self._stream = stream
+        self._epoch = epoch
         self._begin = Position(position.shard, position.num_shards)
         self._span = max(1, PROOF // 32) if stream.batched else PROOF
-        num_items, why = position.num_items, ""
+        num_items = position.num_items
+        why = ""
         if None not in (position.state, position.checksum):
             try:
                 if self._reaches(position, position):
                     say(
-                        "the stream continues from the stored state of its source: the last "
-                        f"{num_items - position.state_items} items are read again, and are the same"
+                        "the stream continues from the stored state of its source: the "
+                        f"last {num_items - position.state_items} items are read "
+                        "again, and are the same"
                     )
                     return
-                why = " (the stored state of its source does not lead to the same items)"
+                why = (
+                    " (the stored state of its source does not lead to the same items)"
+                )
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
                 why = f" (its source cannot be set to the stored state: {problem})"
         if num_items:
-            say(f"the stream is read again from its beginning: {num_items} items are skipped{why}")
+            say(
+                f"the stream is read again from its beginning: {num_items} items are "
+                f"skipped{why}"
+            )
         is_same = self._reaches(position, self._begin)
         if self._num_items < num_items:
             raise ValueError(
-                f"Stream: the run stopped after {num_items} items of epoch {epoch}, but the stream now gives "
-                f"only {self._num_items}. It must give the same items each time that it is read."
+                f"Stream: the run stopped after {num_items} items of epoch {epoch}, "
+                f"but the stream now gives only {self._num_items}. It must give the "
+                "same items each time that it is read."
             )
         if not is_same:
-            other = f"the first {num_items} items of epoch {epoch} differ from those read before the save"
+            other = (
+                f"the first {num_items} items of epoch {epoch} differ from those read "
+                "before the save"
+            )
             if verify:
                 raise ValueError(
-                    f"Stream: {other} (checksum {self._checksum}, but {position.checksum} was stored). It must "
-                    "give the same items each time that it is read. Set a seed for its shuffle and for all "
-                    "else in it that is random (DataLoader(shuffle=True) needs a new generator= for each "
-                    "epoch). To continue anyway, pass Checkpoints(..., allow_changes=True)."
+                    f"Stream: {other} (checksum {self._checksum}, but "
+                    f"{position.checksum} was stored). It must give the same items "
+                    "each time that it is read. Set a seed for its shuffle and for all "
+                    "else in it that is random (DataLoader(shuffle=True) needs a new "
+                    "generator= for each epoch). To continue anyway, pass "
+                    "Checkpoints(..., allow_changes=True)."
                 )
             say(f"{other}: continuing anyway (allow_changes=True)")
 
@@ -103,41 +119,46 @@ class Reading(Iterator[Any]):
         return item
 
     def _check_readers(self) -> None:
-        """Raise `ValueError` if each of the first two items came once from every worker of
-        a `DataLoader`, which takes one item from each worker in turn."""
+        """Raise `ValueError` if each of the first two items came once from every worker
+        of a `DataLoader`, which takes one item from each worker in turn."""
         num = self._num_readers
         if len(self._first) < 2 * num:
             return
-        one, other = set(self._first[:num]), set(self._first[num:])
+        one = set(self._first[:num])
+        other = set(self._first[num:])
         if len(one) == len(other) == 1 and one != other:
             raise ValueError(
-                f"Stream: each of the {num} workers of its DataLoader yields every item, so each item is "
-                f"read {num} times in an epoch. {_OF_WORKERS}"
+                f"Stream: each of the {num} workers of its DataLoader yields every "
+                f"item, so each item is read {num} times in an epoch. {_OF_WORKERS}"
             )
 
     def position(self) -> Position:
-        """Return the position after the items that have been read. Must be called after each batch, because it
-        takes a state of the source from time to time."""
+        """Return the position after the items that have been read. Must be called after
+        each batch, because it takes a state of the source from time to time."""
         num_items = self._num_items
         if num_items - self._marks[1].state_items >= self._span:
             text = None if self._state is None else state_to_text(self._state[0]())
-            mark = self._begin._replace(state=text, state_items=num_items, state_checksum=self._checksum)
+            mark = self._begin._replace(
+                state=text, state_items=num_items, state_checksum=self._checksum
+            )
             self._marks = self._marks[1], mark
         return self._marks[0]._replace(num_items=num_items, checksum=self._checksum)
 
     def _reaches(self, position: Position, begin: Position) -> bool:
-        """Open the stream at the state of `begin`, or at its beginning if `begin` has no state, and go to a
-        position. Return true if the items are the same as before.
+        """Open the stream at the state of `begin`, or at its beginning if `begin` has
+        no state, and go to a position. Return true if the items are the same as before.
 
-        A state belongs either to the iterable, which must get it before the iteration, or to the iterator.
+        A state belongs either to the iterable, which must get it before the iteration,
+        or to the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
         self._num_readers = 0 if self._stream.disjoint_workers else _num_readers(source)
         self._first: list[int] = []
         if self._num_readers:
             warn(
-                f"Stream: its DataLoader has {self._num_readers} workers over an IterableDataset. Each of "
-                f"them yields every item, unless the dataset divides its items. {_OF_WORKERS}"
+                f"Stream: its DataLoader has {self._num_readers} workers over an "
+                "IterableDataset. Each of them yields every item, unless the dataset "
+                f"divides its items. {_OF_WORKERS}"
             )
         owner: Any = source if _state_of(source) else iter(source)
         if begin.state is not None and owner is source:
@@ -148,75 +169,104 @@ class Reading(Iterator[Any]):
                 raise LookupError("it has none now")
             self._state[1](ast.literal_eval(begin.state))
         self._items = owner if hasattr(owner, "__next__") else iter(owner)
-        self._num_items, self._checksum = begin.state_items, begin.state_checksum
+        self._num_items = begin.state_items
+        self._checksum = begin.state_checksum
         self._marks = begin, begin
         for _ in itertools.islice(self, position.num_items - begin.state_items):
             pass
-        return self._num_items == position.num_items and position.checksum in (None, self._checksum)
+        return self._num_items == position.num_items and position.checksum in (
+            None,
+            self._checksum,
+        )
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
     """Return the position before the first item of the shard that this process reads.
 
-    Raises `ValueError` if there are several processes and `sharded` is not set, or if `sharded=True` is not
-    possible on this mesh.
+    Raises `ValueError` if there are several processes and `sharded` is not set, or if
+    `sharded=True` is not possible on this mesh.
     """
     rows: dict[int, set[int]] = {}
-    for device, (index, *_) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+    for device, (index, *_) in (
+        batch_sharding(mesh).devices_indices_map((batch_size,)).items()
+    ):
         rows.setdefault(device.process_index, set()).update(range(batch_size)[index])
     if len(rows) > 1 and stream.sharded is None:
         raise ValueError(
-            "Stream: with several processes, say what each of them reads. Pass sharded=False if each reads the "
-            "same whole stream, or sharded=True and a function, examples(epoch, shard, num_shards)."
+            "Stream: with several processes, say what each of them reads. Pass "
+            "sharded=False if each reads the same whole stream, or sharded=True and a "
+            "function, examples(epoch, shard, num_shards)."
         )
     if not stream.sharded:
         return Position(0, 1)
     shards = sorted({tuple(sorted(x)) for x in rows.values()})
     if sum(map(len, shards)) > batch_size:
         raise ValueError(
-            "Stream(sharded=True): on this mesh the rows of some processes overlap in part, so the processes "
-            "cannot read separate shards. Order the devices of the mesh by process, or use sharded=False."
+            "Stream(sharded=True): on this mesh the rows of some processes overlap in "
+            "part, so the processes cannot read separate shards. Order the devices of "
+            "the mesh by process, or use sharded=False."
         )
     return Position(shards.index(tuple(sorted(rows[jax.process_index()]))), len(shards))
 
 
-def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) -> Position:
-    """Return the position of this process at a place: one of the positions of all shards, or, if the place has
-    none, the position after the items of its batches.
+def position_at(
+    stream: Stream, begin: Position, place: Place, batch_size: int
+) -> Position:
+    """Return the position of this process at a place: one of the positions of all
+    shards, or, if the place has none, the position after the items of its batches.
 
     Raises `ValueError` if the stream was read in a different number of shards.
     """
     if place.positions is None:
-        return begin._replace(num_items=place.batch * (1 if stream.batched else batch_size // begin.num_shards))
+        return begin._replace(
+            num_items=place.batch
+            * (1 if stream.batched else batch_size // begin.num_shards)
+        )
     for position in (Position(*fields) for fields in place.positions):
         if position[:2] == begin[:2]:
             return position
     raise ValueError(
-        f"Stream: it was read in {place.positions[0][1]} shards, and is now read in {begin.num_shards}, so "
-        "no process can continue where another stopped. Use as many processes as before."
+        f"Stream: it was read in {place.positions[0][1]} shards, and is now read in "
+        f"{begin.num_shards}, so no process can continue where another stopped. Use as "
+        "many processes as before."
     )
 
 
 def read_batches(
-    stream: Stream, place: Place, at: Position, batch_size: int, mesh: Mesh, **reading: Any
+    stream: Stream,
+    place: Place,
+    at: Position,
+    batch_size: int,
+    mesh: Mesh,
+    **reading: Any,
 ) -> Iterator[Job]:
-    """Read the items of one batch after the other, starting at a place. `at` is the position at that place."""
+    """Read the items of one batch after the other, starting at a place. `at` is the
+    position at that place."""
     needed = layout(mesh, batch_size)[1]
     num_here = batch_size if stream.batched and not stream.sharded else len(needed)
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
         source = Reading(stream, place.epoch, at, **reading)
         while len(items := list(itertools.islice(source, num_read))) == num_read:
-            mine = items[0] if stream.batched else items if stream.sharded else [items[row] for row in needed]
-            place = place._replace(batch=place.batch + 1, positions=(source.position(),))
+            mine = (
+                items[0]
+                if stream.batched
+                else items
+                if stream.sharded
+                else [items[row] for row in needed]
+            )
+            place = place._replace(
+                batch=place.batch + 1, positions=(source.position(),)
+            )
             yield Job(batch_size, num_here, lambda mine=mine: mine, place)
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Add the numbers and text in an example to the initial checksum `begin`, and return the result: a number
-    from 0 to 2**30.
+    """Add the numbers and text in an example to the initial checksum `begin`, and
+    return the result: a number from 0 to 2**30.
 
-    Other objects count only by type and size, because processing their content may cost more than reading them.
+    Other objects count only by type and size, because processing their content may cost
+    more than reading them.
     """
     content, parts = _contents(x)
     if content is not None:
@@ -227,15 +277,20 @@ def checksum(x: Any, begin: int = 0) -> int:
 
 
 def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
-    """Return the bytes of an object that has no parts, or only numbers and text as parts. For any other
-    object, return `None` and its parts."""
+    """Return the bytes of an object that has no parts, or only numbers and text as
+    parts. For any other object, return `None` and its parts."""
     if isinstance(x, list | tuple):
-        # Avoid versions 3 and 4 of `marshal`, in which the bytes depend on the references to an object.
+        # Avoid versions 3 and 4 of `marshal`, in which the bytes depend on the
+        # references to an object.
         return marshal.dumps(list(x), 2) if _PLAIN.issuperset(map(type, x)) else None, x
     if type(x) in _PLAIN:
         return marshal.dumps(x, 2), ()
     if isinstance(x, np.ndarray | np.generic):
-        return (None, x.ravel().tolist()) if x.dtype.hasobject else (np.ascontiguousarray(x).tobytes(), ())
+        return (
+            (None, x.ravel().tolist())
+            if x.dtype.hasobject
+            else (np.ascontiguousarray(x).tobytes(), ())
+        )
     if isinstance(x, Mapping):
         return None, x.items()
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -246,7 +301,9 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
     if isinstance(x, str | bytes | bytearray | int | float):
         return repr(x).encode(), ()
     size = getattr(x, "size", None)  # an image has one
-    return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
+    return repr(
+        (type(x).__name__, size if isinstance(size, int | tuple) else None)
+    ).encode(), ()
 
 
 _OF_WORKERS = (
@@ -257,22 +314,28 @@ _OF_WORKERS = (
 
 
 def _num_readers(source: Any) -> int:
-    """Count the workers of a torch `DataLoader` that may all yield the same items; 0 for
-    any other source, and if there is only one worker."""
-    dataset, num_workers = getattr(source, "dataset", None), getattr(source, "num_workers", 0)
+    """Count the workers of a torch `DataLoader` that may all yield the same items; 0
+    for any other source, and if there is only one worker."""
+    dataset = getattr(source, "dataset", None)
+    num_workers = getattr(source, "num_workers", 0)
     if not isinstance(num_workers, int) or num_workers < 2:
         return 0
-    if getattr(source, "worker_init_fn", None) is not None:  # torch's other place to divide
+    if getattr(source, "worker_init_fn", None) is not None:
+        # torch's other place to divide.
         return 0
     classes = type(dataset).__mro__
     # By name, because this package does not need torch.
-    is_iterable = any(c.__name__ == "IterableDataset" and c.__module__.startswith("torch.") for c in classes)
+    is_iterable = any(
+        c.__name__ == "IterableDataset" and c.__module__.startswith("torch.")
+        for c in classes
+    )
     divides_itself = any(c.__module__.startswith("datasets.") for c in classes)
     return num_workers if is_iterable and not divides_itself else 0
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the functions that get and set the state of a source, or `None` if it does not have them."""
+    """Return the functions that get and set the state of a source, or `None` if it does
+    not have them."""
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
             return getattr(source, get), getattr(source, set_)
@@ -280,12 +343,14 @@ def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 def _twin(source: Any) -> Any:
-    """Make another iterable with the same attributes, so that setting a state does not change the user's
-    iterable. Return `source` itself if that is not possible.
+    """Make another iterable with the same attributes, so that setting a state does not
+    change the user's iterable. Return `source` itself if that is not possible.
 
-    A Hugging Face dataset with a state would begin there each time that it is iterated in that epoch.
+    A Hugging Face dataset with a state would begin there each time that it is iterated
+    in that epoch.
     """
-    # Do not use `copy.copy`: a copy of such a dataset shares even the attributes that are set later.
+    # Do not use `copy.copy`: a copy of such a dataset shares even the attributes that
+    # are set later.
     if hasattr(source, "__next__") or hasattr(type(source), "__del__"):
         return source
     try:
@@ -297,21 +362,30 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Return `True` for a Hugging Face dataset that shuffles with a buffer or contains such a dataset. The
-    state of this dataset does not include the buffer.
+    """Return `True` for a Hugging Face dataset that shuffles with a buffer or contains
+    such a dataset. The state of this dataset does not include the buffer.
 
-    No check can prove that such a state is exact: in a mixture, items from a rarely sampled dataset
-    may not appear for a long time.
+    No check can prove that such a state is exact: in a mixture, items from a rarely
+    sampled dataset may not appear for a long time.
     """
-    inner = [getattr(source, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+    inner = [
+        getattr(source, name, None)
+        for name in ("dataset", "_ex_iterable", "ex_iterable")
+    ]
     inner += getattr(source, "ex_iterables", ())
-    return hasattr(source, "buffer_size") or any(_refills(x) for x in inner if x is not None)
+    return hasattr(source, "buffer_size") or any(
+        _refills(x) for x in inner if x is not None
+    )
 
 
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:
     source: Any = stream.examples
     if stream.is_function:
-        source = source(epoch, position.shard, position.num_shards) if stream.sharded else source(epoch)
+        source = (
+            source(epoch, position.shard, position.num_shards)
+            if stream.sharded
+            else source(epoch)
+        )
     elif hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     return source

@@ -20,7 +20,8 @@ J = TypeVar("J")
 B = TypeVar("B")
 
 CHEAP_SECONDS = 2e-4
-"""The time to pass a batch between two threads that share Python's lock, measured with the loop of `fit`."""
+"""The time to pass a batch between two threads that share Python's lock, measured with
+the loop of `fit`."""
 
 
 _EXIT_SECONDS = 10.0
@@ -42,11 +43,14 @@ class _Threads:
     """
 
     def __init__(self, num_threads: int):
-        # Garbage collection may call `end` in the middle of another call, which this kind of queue allows.
+        # Garbage collection may call `end` in the middle of another call, which this
+        # kind of queue allows.
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads = num_threads
         for _ in range(num_threads):
-            thread = threading.Thread(target=_work, args=(self._calls,), name="redco_eqx.batches", daemon=True)
+            thread = threading.Thread(
+                target=_work, args=(self._calls,), name="redco_eqx.batches", daemon=True
+            )
             thread.start()
             _running.add(thread)
         _pools.add(self)
@@ -58,7 +62,8 @@ class _Threads:
         return future
 
     def end(self) -> None:
-        """Let each thread end after its current call, and cancel the other calls. Does not wait."""
+        """Let each thread end after its current call, and cancel the other calls. Does
+        not wait."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if call := self._calls.get_nowait():
@@ -76,7 +81,8 @@ def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
         future, function = call
         try:
             future.set_result(function())
-        except BaseException as error:  # a SystemExit, too, is raised where the result is asked for
+        except BaseException as error:
+            # A SystemExit, too, is raised where the result is asked for.
             future.set_exception(error)
         # Otherwise, this would keep a batch in memory while it waits for the next call.
         del call, future, function
@@ -93,9 +99,12 @@ def note_hang() -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End the threads before the interpreter, because it aborts when one of them returns from C++ later."""
+    """End the threads before the interpreter, because it aborts when one of them
+    returns from C++ later."""
     seconds = _EXIT_SECONDS
-    if _is_one_hanging or isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+    if _is_one_hanging or isinstance(
+        getattr(sys, "last_value", None), KeyboardInterrupt
+    ):
         seconds = _HANG_SECONDS
     end = time.monotonic() + seconds
     for pool in list(_pools):
@@ -116,21 +125,28 @@ def noting(note: str) -> Iterator[None]:
         raise
 
 
-def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
-    """Yield `make(job)` for each job in order. Threads make the results ahead, as the options say.
+def run_ahead(
+    jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream
+) -> Generator[B]:
+    """Yield `make(job)` for each job in order. Threads make the results ahead, as the
+    options say.
 
-    One thread reads the jobs. With `Data` and without workers, a result that follows one which took less than
-    `CHEAP_SECONDS` is made without the thread. (A stream may depend on the thread that reads it.)
+    One thread reads the jobs. With `Data` and without workers, a result that follows
+    one which took less than `CHEAP_SECONDS` is made without the thread. (A stream may
+    depend on the thread that reads it.)
     """
-    num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
+    num_ahead = max(options.prefetch, options.num_workers)
+    num_threads = options.num_workers
 
-    def made(next_job: Future[J | None] | None) -> tuple[B | None, float]:  # `None` at the end
+    # `None` at the end.
+    def made(next_job: Future[J | None] | None) -> tuple[B | None, float]:
         began = time.perf_counter()
         job = next(jobs, None) if next_job is None else next_job.result()
         return None if job is None else make(job), time.perf_counter() - began
 
     pending: deque[Future[tuple[B | None, float]]] = deque()
-    can_be_here, seconds = isinstance(options, Data) and num_threads == 0, math.inf
+    can_be_here = isinstance(options, Data) and num_threads == 0
+    seconds = math.inf
     reader: _Threads | None = None
     makers: _Threads | None = None
     try:
@@ -150,8 +166,8 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
                 return
             yield batch
     finally:
-        # Do not wait: each thread ends after its current batch, and garbage collection may run this in one of
-        # them.
+        # Do not wait: each thread ends after its current batch, and garbage collection
+        # may run this in one of them.
         for threads in (reader, makers):
             if threads is not None:
                 threads.end()

@@ -1,9 +1,11 @@
-"""A layout for each value of a program: whole, split along one dim over `tensor`, or a sum still pending.
+"""A layout for each value of a program: whole, split along one dim over `tensor`, or a
+sum still pending.
 
-Each operation has strategies. A strategy splits a factor of the operation's dims in all operands and results
-that have it; a result that is summed over this factor is pending. If an operation returns a value in a layout
-that the next operation does not take, the change of layout sends bytes. An integer program finds the smallest
-sum of these bytes; its relaxation by flows is almost exact.
+Each operation has strategies. A strategy splits a factor of the operation's dims in all
+operands and results that have it; a result that is summed over this factor is pending.
+If an operation returns a value in a layout that the next operation does not take, the
+change of layout sends bytes. An integer program finds the smallest sum of these bytes;
+its relaxation by flows is almost exact.
 """
 
 import dataclasses
@@ -15,26 +17,53 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import PartitionSpec
 
 from redco_eqx._base.tree import ring_bytes
-from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve, size_of
+from redco_eqx._dataflow.values import (
+    Atom,
+    Dim,
+    Leads,
+    Step,
+    Value,
+    leading_atoms,
+    new_dims,
+    resolve,
+    size_of,
+)
 from redco_eqx._dataflow.walk import Walk
 
-WHOLE, PENDING = "whole", "pending"
+WHOLE = "whole"
+PENDING = "pending"
 
 State: TypeAlias = Any
-"""The dim of a value that is split, or the slot of a group of values; or `WHOLE`; or `PENDING`, if each device
-has a summand."""
+"""The dim of a value that is split, or the slot of a group of values; or `WHOLE`; or
+`PENDING`, if each device has a summand."""
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
-ADDITIVE = (*PRODUCTS, "ragged_dot_general", "reduce_sum", "scatter-add", "scatter_add", "gather")
+ADDITIVE = (
+    *PRODUCTS,
+    "ragged_dot_general",
+    "reduce_sum",
+    "scatter-add",
+    "scatter_add",
+    "gather",
+)
 ADDING_UP = ("add", "add_any", "sub")
-LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshape", "real")
+LINEAR = (
+    "neg",
+    "convert_element_type",
+    "copy",
+    "transpose",
+    "squeeze",
+    "reshape",
+    "real",
+)
 
 
 class Strategy(NamedTuple):
-    """One way to run an operation: the states that it takes and returns, and the work of one device.
+    """One way to run an operation: the states that it takes and returns, and the work
+    of one device.
 
-    `is_late`: true if a result is pending over `tensor` along a different dim from the one that the batch is
-    summed along.
+    `is_late`: true if a result is pending over `tensor` along a different dim from the
+    one that the batch is summed along.
     """
 
     takes: tuple[State, ...]
@@ -72,12 +101,17 @@ class Groups(dict[Any, Any]):
 
 
 class Values:
-    """The values of a walk, in groups with the same layout, and the operations between the groups."""
+    """The values of a walk, in groups with the same layout, and the operations between
+    the groups."""
 
     def __init__(self, walk: Walk, tensor: int, num_shards: int, scatters: bool):
-        self.walk, self.tensor, self.num_shards, self.scatters = walk, tensor, num_shards, scatters
+        self.walk = walk
+        self.tensor = tensor
+        self.num_shards = num_shards
+        self.scatters = scatters
         self._leads = Leads([], walk.rows, num_shards)
-        self.groups, self.slots = Groups(), Groups()
+        self.groups = Groups()
+        self.slots = Groups()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
         self._pending: set[int] = set()
@@ -94,7 +128,9 @@ class Values:
                 both = set(self.splits(parameter)) & set(self.splits(gradient))
                 options = [Strategy((s, s), (), 0.0) for s in (WHOLE, *sorted(both))]
                 self._know(gradient)
-                self.operations.append(Operation(None, [parameter, gradient], [], (1, 1), options))
+                self.operations.append(
+                    Operation(None, [parameter, gradient], [], (1, 1), options)
+                )
         self._find_states()
 
     def _know(self, *values: Value) -> None:
@@ -106,9 +142,16 @@ class Values:
         """The dims of a value that the batch axes split."""
         key = id(value)
         if key not in self._batch_dims:
-            found = [i for i, dim in enumerate(value.dims) if dim and self._leads.has_batch([dim])][:1]
-            # Rows in two dims, the first of which is shorter than the number of shards, are left whole.
-            self._batch_dims[key] = frozenset(i for i in found if size_of(value.dims[i]) % self.num_shards == 0)
+            found = [
+                i
+                for i, dim in enumerate(value.dims)
+                if dim and self._leads.has_batch([dim])
+            ][:1]
+            # Rows in two dims, the first of which is shorter than the number of shards,
+            # are left whole.
+            self._batch_dims[key] = frozenset(
+                i for i in found if size_of(value.dims[i]) % self.num_shards == 0
+            )
         return self._batch_dims[key]
 
     def local_bytes(self, value: Value) -> float:
@@ -118,10 +161,20 @@ class Values:
     def splits(self, value: Value) -> list[int]:
         """The dims of a value that `tensor` can split, because they divide."""
         batch = self.batch_dims(value)
-        parts = [self.tensor * (self.num_shards if i in batch else 1) for i in range(len(value.dims))]
+        parts = [
+            self.tensor * (self.num_shards if i in batch else 1)
+            for i in range(len(value.dims))
+        ]
         sizes = [size_of(dim) for dim in value.dims]
-        is_free = [i in batch or not (dim and resolve(dim)[0].pin) for i, dim in enumerate(value.dims)]
-        return [i for i, n in enumerate(parts) if sizes[i] > 1 and sizes[i] % n == 0 and is_free[i]]
+        is_free = [
+            i in batch or not (dim and resolve(dim)[0].pin)
+            for i, dim in enumerate(value.dims)
+        ]
+        return [
+            i
+            for i, n in enumerate(parts)
+            if sizes[i] > 1 and sizes[i] % n == 0 and is_free[i]
+        ]
 
     # Groups.
 
@@ -130,7 +183,8 @@ class Values:
         return self.groups.find(id(value))
 
     def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
-        """Join two values into one group by these pairs of dims; False if it already pairs them differently."""
+        """Join two values into one group by these pairs of dims; False if it already
+        pairs them differently."""
         self._know(one, other)
         pairs = [((id(one), i), (id(other), j)) for i, j in dims if one.dims[i]]
         find = self.slots.find
@@ -147,8 +201,16 @@ class Values:
         return self.slots.find((id(value), state)) if isinstance(state, int) else state
 
     def dim_of(self, value: Value, state: State) -> int | None:
-        """Return the dimension along which a value is split when its group is in this state."""
-        return next((i for i, dim in enumerate(value.dims) if dim and self.slot(value, i) == state), None)
+        """Return the dimension along which a value is split when its group is in this
+        state."""
+        return next(
+            (
+                i
+                for i, dim in enumerate(value.dims)
+                if dim and self.slot(value, i) == state
+            ),
+            None,
+        )
 
     def _add(self, step: Step) -> None:
         operands = [x for x in step.operands if any(x.dims)]
@@ -163,21 +225,35 @@ class Values:
             return
         sizes = [tuple(size_of(dim) for dim in x.dims) for x in step.operands]
         local = Walk(self.walk.rule_of, step.block)
-        inputs = [Value(new_dims(size), x.num_bytes, (0,), True) for size, x in zip(sizes, step.operands)]
+        inputs = [
+            Value(new_dims(size), x.num_bytes, (0,), True)
+            for size, x in zip(sizes, step.operands)
+        ]
         outputs = local.results(step.equation, inputs)
         name = step.equation.primitive.name
         is_sum = name in ADDING_UP and len(operands) == 2
-        is_scaled = name in ("mul", "div") and len(operands) == 1 and operands[0] is step.operands[0]
+        is_scaled = (
+            name in ("mul", "div")
+            and len(operands) == 1
+            and operands[0] is step.operands[0]
+        )
         is_linear = (name in LINEAR and len(operands) == 1) or is_scaled
         passes = (is_sum or is_linear) and all(id(x) in self._pending for x in operands)
         if passes:
             self._pending |= {id(x) for x in step.results}
-        can_join = len(outputs) == 1 and operands and not local.events and not (is_sum and passes)
+        can_join = (
+            len(outputs) == 1
+            and operands
+            and not local.events
+            and not (is_sum and passes)
+        )
         if can_join and self._contract(step, inputs, outputs[0]):
             if not is_linear:
                 self._spoiled.add(id(step.results[0]))
         else:
-            self._operation(step, local, inputs, outputs, passes and (is_linear or self.scatters))
+            self._operation(
+                step, local, inputs, outputs, passes and (is_linear or self.scatters)
+            )
 
     def _contract(self, step: Step, inputs: Sequence[Value], output: Value) -> bool:
         """Join operands and result into a group if all of them have the same dims."""
@@ -189,7 +265,11 @@ class Values:
         for value, own in zip(step.operands, inputs):
             if not any(own.dims):
                 continue
-            dims = [(i, of_output.get(resolve(dim))) for i, dim in enumerate(own.dims) if dim]
+            dims = [
+                (i, of_output.get(resolve(dim)))
+                for i, dim in enumerate(own.dims)
+                if dim
+            ]
             if len(dims) != len(of_output) or any(j is None for _, j in dims):
                 return False
             pairs.append((value, dims))
@@ -198,38 +278,64 @@ class Values:
     # Operations.
 
     def _hand_on(self, step: Step) -> None:
-        """Add a value that is passed into a loop or out of it. A stack of layers has one more dim outside."""
-        (one,), (other,) = step.operands, step.results
+        """Add a value that is passed into a loop or out of it. A stack of layers has
+        one more dim outside."""
+        (one,) = step.operands
+        (other,) = step.results
         shift = len(other.dims) - len(one.dims)
         common = [i for i in self.splits(one) if i + shift in self.splits(other)]
         options = [Strategy((i,), (i + shift,), 0.0) for i in common]
         whole = Strategy((WHOLE,), (WHOLE,), 0.0)
         if any(one.dims):
-            self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
+            self.operations.append(
+                Operation(
+                    step, [one], [other], step.handed or (1, 1), [whole, *options]
+                )
+            )
 
     def _constraint(self, step: Step) -> None:
-        """Add a constraint of the program, which is kept. Each dim that it leaves open may be split."""
-        value, result = step.operands[0], step.results[0]
-        spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
+        """Add a constraint of the program, which is kept. Each dim that it leaves open
+        may be split."""
+        value = step.operands[0]
+        result = step.results[0]
+        spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][
+            : len(value.dims)
+        ]
         stands = [i for i in self.splits(value) if spec[i] == "tensor"]
         free = [i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED]
         options = [Strategy((s,), (s,), 0.0) for s in stands or (WHOLE, *free)]
         self._spoiled |= {id(value), id(result)}
-        self.operations.append(Operation(step, [value], [result], (step.times, step.times), options))
+        self.operations.append(
+            Operation(step, [value], [result], (step.times, step.times), options)
+        )
 
     def _operation(
-        self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value], passes: bool
+        self,
+        step: Step,
+        local: Walk,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        passes: bool,
     ) -> None:
-        """Add an operation with its strategies. If it `passes`, results are pending if operands are."""
+        """Add an operation with its strategies. If it `passes`, results are pending if
+        operands are."""
         batch: set[Atom] = set()
         for value, own in (*zip(step.operands, inputs), *zip(step.results, outputs)):
-            batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
+            batch |= {
+                resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]
+            }
 
         def key_of(dim: Dim) -> tuple[Atom, ...] | None:
-            """The atoms of a dim that `tensor` splits, after those that the batch axes split."""
+            """The atoms of a dim that `tensor` splits, after those that the batch axes
+            split."""
             parts = self.num_shards if not batch.isdisjoint(resolve(dim)[:1]) else 1
-            both, rows = leading_atoms(dim, self.tensor * parts), leading_atoms(dim, parts) or ()
-            is_apart = both is not None and both[: len(rows)] == rows and size_of(rows) == parts
+            both = leading_atoms(dim, self.tensor * parts)
+            rows = leading_atoms(dim, parts) or ()
+            is_apart = (
+                both is not None
+                and both[: len(rows)] == rows
+                and size_of(rows) == parts
+            )
             return both[len(rows) :] or both if both and is_apart else both
 
         def places(value: Value, own: Value) -> dict[tuple[Atom, ...], list[int]]:
@@ -243,18 +349,36 @@ class Values:
         operands = [(x, own) for x, own in zip(step.operands, inputs) if any(x.dims)]
         of_operands = [places(x, own) for x, own in operands]
         of_results = [places(x, own) for x, own in zip(step.results, outputs)]
-        events = [([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e.kind) for e in local.events]
+        events = [
+            ([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e.kind)
+            for e in local.events
+        ]
         name = step.equation.primitive.name
         work = next((use.work for use in local.uses if name in PRODUCTS), 0.0)
         work /= self.num_shards if any(map(self.batch_dims, step.operands)) else 1
-        strategies = [Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)]
-        for key in dict.fromkeys(key for found in (*of_operands, *of_results) for key in found):
-            hit = [kind for dims, unless, kind in events if key in dims and key not in unless]
-            is_twice = any(len(found.get(key, ())) > 1 for found in (*of_operands, *of_results))
+        strategies = [
+            Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)
+        ]
+        for key in dict.fromkeys(
+            key for found in (*of_operands, *of_results) for key in found
+        ):
+            hit = [
+                kind
+                for dims, unless, kind in events
+                if key in dims and key not in unless
+            ]
+            is_twice = any(
+                len(found.get(key, ())) > 1 for found in (*of_operands, *of_results)
+            )
             if is_twice or not {"sum", "lookup"}.issuperset(hit):
                 continue
-            takes = tuple(found[key][0] if key in found else WHOLE for found in of_operands)
-            gives = tuple(found[key][0] if key in found else PENDING if hit else WHOLE for found in of_results)
+            takes = tuple(
+                found[key][0] if key in found else WHOLE for found in of_operands
+            )
+            gives = tuple(
+                found[key][0] if key in found else PENDING if hit else WHOLE
+                for found in of_results
+            )
             if any(g == WHOLE and any(x.dims) for g, x in zip(gives, step.results)) or (
                 hit and name == "gather" and key not in of_operands[0]
             ):
@@ -266,11 +390,17 @@ class Values:
         if name in ADDITIVE and any(kind in ("sum", "lookup") for _, _, kind in events):
             self._pending |= {id(x) for x in step.results}
         if passes:
-            strategies.append(Strategy((PENDING,) * len(operands), (PENDING,) * len(step.results), work))
+            strategies.append(
+                Strategy(
+                    (PENDING,) * len(operands), (PENDING,) * len(step.results), work
+                )
+            )
         times = step.times, step.times
         taken = [x for x, _ in operands]
         over_batch = any(self._leads.over_batch(e) for e in step.events)
-        self.operations.append(Operation(step, taken, list(step.results), times, strategies, over_batch))
+        self.operations.append(
+            Operation(step, taken, list(step.results), times, strategies, over_batch)
+        )
 
     def _find_states(self) -> None:
         members = defaultdict(list)
@@ -281,24 +411,41 @@ class Values:
         self.states: dict[int, list[State]] = {}
         for group, values in self.members.items():
             sets = [{self.slot(x, i) for i in self.splits(x)} for x in values]
-            slots = [self.slot(values[0], i) for i in range(len(values[0].dims)) if values[0].dims[i]]
-            states = [WHOLE, *(s for s in dict.fromkeys(slots) if all(s in found for found in sets))]
+            slots = [
+                self.slot(values[0], i)
+                for i in range(len(values[0].dims))
+                if values[0].dims[i]
+            ]
+            states = [
+                WHOLE,
+                *(s for s in dict.fromkeys(slots) if all(s in found for found in sets)),
+            ]
             if group not in bad and all(id(x) in self._pending for x in values):
                 states.append(PENDING)
             self.states[group] = states
 
     def form(self, value: Value) -> tuple[Any, ...]:
-        """Everything that the prices of a value depend on, and the place of each dim among its group's
-        states."""
-        states, dims = self.states[self.group(value)], range(len(value.dims))
-        places = tuple(s in states and states.index(s) for s in (self.slot(value, i) for i in dims))
-        return value.num_bytes, tuple(map(size_of, value.dims)), self.batch_dims(value), places
+        """Everything that the prices of a value depend on, and the place of each dim
+        among its group's states."""
+        states = self.states[self.group(value)]
+        dims = range(len(value.dims))
+        places = tuple(
+            s in states and states.index(s) for s in (self.slot(value, i) for i in dims)
+        )
+        return (
+            value.num_bytes,
+            tuple(map(size_of, value.dims)),
+            self.batch_dims(value),
+            places,
+        )
 
     # Prices.
 
     def change(self, value: Value, before: State, after: State) -> float:
-        """Bytes that a device sends by a ring, to change a value from one state to another."""
-        n, size = self.tensor, self.local_bytes(value)
+        """Bytes that a device sends by a ring, to change a value from one state to
+        another."""
+        n = self.tensor
+        size = self.local_bytes(value)
         gathered = ring_bytes("all-gather", size, n)
         if before in (after, WHOLE):
             return math.inf if after == PENDING and before != PENDING else 0.0
@@ -308,12 +455,21 @@ class Values:
             return (2 if after == WHOLE or not self.scatters else 1) * gathered
         return gathered if after == WHOLE else gathered / n
 
-    def over_batch(self, value: Value, given: State, own: State, is_late: bool) -> float:
-        """Bytes that a device sends to sum a result over the batch axes. A result that is `given` pending is
-        summed over all axes at once."""
-        share = 1 if is_late else 1 / self.tensor if given == PENDING != own else self.share(own)
+    def over_batch(
+        self, value: Value, given: State, own: State, is_late: bool
+    ) -> float:
+        """Bytes that a device sends to sum a result over the batch axes. A result that
+        is `given` pending is summed over all axes at once."""
+        share = (
+            1
+            if is_late
+            else 1 / self.tensor
+            if given == PENDING != own
+            else self.share(own)
+        )
         return ring_bytes("all-reduce", value.num_bytes * share, self.num_shards)
 
     def share(self, state: State) -> float:
-        """The fraction of a value in this state that one device along `tensor` holds."""
+        """The fraction of a value in this state that one device along `tensor`
+        holds."""
         return 1.0 if state in (WHOLE, PENDING) else 1 / self.tensor

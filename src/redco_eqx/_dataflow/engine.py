@@ -46,11 +46,14 @@ from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
 def factors(dim: Dim) -> str:
     """`32 (8 x 4)`: the size of a dim, and the factors that the walk found in it."""
     sizes = [str(atom.size) for atom in resolve(dim)]
-    return f"{size_of(dim)} ({' x '.join(sizes)})" if len(sizes) > 1 else str(size_of(dim))
+    return (
+        f"{size_of(dim)} ({' x '.join(sizes)})" if len(sizes) > 1 else str(size_of(dim))
+    )
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
-    """Name the source of most bytes: `4.1 KiB in 2 operations for the sum of dot_general at model.py:41`."""
+    """Name the source of most bytes: `4.1 KiB in 2 operations for the sum of
+    dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))
@@ -60,7 +63,9 @@ def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
     totals = {key: total_bytes(found, merged=True) for key, found in groups.items()}
     kind, name, place = key = max(groups, key=lambda key: totals[key])
     several = f"in {len(groups[key])} operations " if len(groups[key]) > 1 else ""
-    return f"{size_text(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
+    return (
+        f"{size_text(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
+    )
 
 
 _KINDS = {
@@ -84,12 +89,19 @@ def why_split(split: Split, dim: Dim, leaf: int) -> str:
         text += f", {largest_sends(split.sent)}"
     if leaf in split.crossed:
         pieces = resolve(dim)[0].size
-        text += f". It holds {pieces} pieces, whose borders an even split crosses: keep them on a leading dim"
+        text += (
+            f". It holds {pieces} pieces, whose borders an even split crosses: keep "
+            "them on a leading dim"
+        )
     return text
 
 
 def why_whole(
-    leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
+    leaf: int,
+    dims: Sequence[Dim],
+    costs: Costs,
+    layout: Mapping[int, int],
+    paths: Sequence[str],
 ) -> str:
     """Explain, dim by dim, why a parameter is not split."""
     if costs.tensor == 1:
@@ -102,27 +114,45 @@ def why_whole(
         if atoms[0].pin:
             reasons.append(f"dim {i} is {atoms[0].pin}")
         elif leading_atoms(dim, costs.tensor) is None:
-            reasons.append(f"dim {i}, {factors(dim)}, is not divisible by {costs.tensor}")
+            reasons.append(
+                f"dim {i}, {factors(dim)}, is not divisible by {costs.tensor}"
+            )
         else:
-            options = [s for s in costs.splits if s.leaves.get(leaf) == i and leaf not in s.crossed]
+            options = [
+                s
+                for s in costs.splits
+                if s.leaves.get(leaf) == i and leaf not in s.crossed
+            ]
             reasons += [
-                f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}" for s in options[:1]
+                f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}"
+                for s in options[:1]
             ]
     return "; ".join(reasons) or "a scalar"
 
 
-def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]) -> str:
+def _why_not(
+    split: Split,
+    leaf: int,
+    costs: Costs,
+    layout: Mapping[int, int],
+    paths: Sequence[str],
+) -> str:
     if split.number in layout.values():
         return "is split elsewhere, but this array is better left whole"
     if worth(costs, split) > 0:
-        clashing = {n for group in costs.clashes if split.number in group for n in group}
+        clashing = {
+            n for group in costs.clashes if split.number in group for n in group
+        }
         others = [other for other, number in layout.items() if number in clashing]
         if others:
             nearest = min(others, key=lambda other: abs(other - leaf))
             dim = costs.splits[layout[nearest]].leaves[nearest]
             # Without the number of the layer, similar layers share one reason.
             return f"clashes with dim {dim} of {without_numbers(paths[nearest])}"
-    return f"would send {size_text(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
+    return (
+        f"would send {size_text(split.num_bytes(merged=True))} a step, "
+        f"{largest_sends(split.sent)}"
+    )
 
 
 SCANNED = "scanned over"
@@ -130,20 +160,24 @@ SCANNED = "scanned over"
 RoleOf: TypeAlias = tuple[str, str, int | None, int]
 """`(role, reason, dim, stack)` of an array.
 
-If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`. Otherwise, it is
-`whole`, `vector` or `buffer`. The first `stack` dims number the layers of a scan, so no axis may split them."""
+If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or
+`follows`. Otherwise, it is `whole`, `vector` or `buffer`. The first `stack` dims number
+the layers of a scan, so no axis may split them."""
 
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
-"""`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
-none. `stack` is the number of leading dims that number layers of a scan."""
+"""`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if
+`tensor` splits this dim, or none. `stack` is the number of leading dims that number
+layers of a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
     """The results of a walk through a program, and a layout of its parameters.
 
-    - `layout`: the index of the split for each parameter that is split, by the parameter's index.
-    - `solution`: the layout of the activations beside it, if the program lays these out.
+    - `layout`: the index of the split for each parameter that is split, by the
+        parameter's index.
+    - `solution`: the layout of the activations beside it, if the program lays these
+        out.
     """
 
     traced: TracedStep
@@ -161,19 +195,28 @@ class Analysis:
         """Bytes that a device sends over `tensor`, and for sums over the batch axes."""
         if self.solution is not None:
             return self.solution.sent
-        sent, over_batch = self.simulated, self.costs.leads.over_batch
-        batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
+        sent = self.simulated
+        over_batch = self.costs.leads.over_batch
+        batch = total_bytes(
+            [pair for pair in sent.events if over_batch(pair[0])], merged=merged
+        )
         return sent.num_bytes(merged=merged) - batch, batch
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
-        """The analysis with a layout that splits these dims, by path, or `None` if its cost is not known."""
+        """The analysis with a layout that splits these dims, by path, or `None` if its
+        cost is not known."""
         layout = as_layout(self.costs, self.traced.by_leaf(dims))
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
     def score(self, layout: SplitOfEach) -> float:
-        """Score a layout, in bytes, with the weighting that the choice of splits uses."""
-        work = (1 - 1 / self.costs.tensor) * sum(self.costs.work[leaf] for leaf in layout)
-        gained = self.costs.worth_of_work(work) + MEMORY * freed_bytes(self.costs, layout)
+        """Score a layout, in bytes, with the weighting that the choice of splits
+        uses."""
+        work = (1 - 1 / self.costs.tensor) * sum(
+            self.costs.work[leaf] for leaf in layout
+        )
+        gained = self.costs.worth_of_work(work) + MEMORY * freed_bytes(
+            self.costs, layout
+        )
         return gained - simulate(self.costs, self.walk, layout).num_bytes(merged=True)
 
     def dim_of(self, leaf: int) -> int | None:
@@ -186,21 +229,32 @@ class Analysis:
         return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
 
     def clean_dims(self, parts: int) -> dict[str, list[int]]:
-        """For each array, the dims that divide into `parts` without a part across the border of two pieces."""
+        """For each array, the dims that divide into `parts` without a part across the
+        border of two pieces."""
         return {
-            path: [i for i, dim in enumerate(value.dims) if leading_atoms(dim, parts, pinned=True)]
+            path: [
+                i
+                for i, dim in enumerate(value.dims)
+                if leading_atoms(dim, parts, pinned=True)
+            ]
             for path, value in zip(self.traced.paths, self.walk.parameters)
         }
 
     def role(self, leaf: int) -> RoleOf:
         """The role of an array that the program takes."""
-        value, number = self.walk.parameters[leaf], self.layout.get(leaf)
+        value = self.walk.parameters[leaf]
+        number = self.layout.get(leaf)
         stack = _num_scanned(value)
         if number is not None:
             split = self.costs.splits[number]
             dim = split.leaves[leaf]
             reason = why_split(split, value.dims[dim], leaf)
-            return self._name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack
+            return (
+                self._name_of(leaf, value.dims[dim]),
+                f"dim {dim}, {reason}",
+                dim,
+                stack,
+            )
         if self.traced.fixed[leaf]:
             return "buffer", self.traced.fixed[leaf], None, stack
         name = "whole" if len(value.dims) - stack > 1 else "vector"
@@ -208,7 +262,8 @@ class Analysis:
         return name, reason, None, stack
 
     def _name_of(self, leaf: int, dim: Dim) -> str:
-        """Name the split of `dim` by the first operation that applies the parameter to data."""
+        """Name the split of `dim` by the first operation that applies the parameter to
+        data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -223,17 +278,22 @@ def walk_through(traced: TracedStep) -> Walk:
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
-    walk.parameters, rows = values[:num_arrays], values[num_arrays:][: traced.num_batch]
+    walk.parameters = values[:num_arrays]
+    rows = values[num_arrays:][: traced.num_batch]
     for i, value in enumerate(walk.parameters):
-        value.weights, value.is_learned = (i,), True
+        value.weights = (i,)
+        value.is_learned = True
     for value in rows:
         value.is_data = True
-    walk.rows = [value for value in rows if value.dims]  # not a scalar that all examples share
+    # Not a scalar that all examples share.
+    walk.rows = [value for value in rows if value.dims]
     for value in walk.rows:
         unify(walk.rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
     results = walk.run(traced.jaxpr, values)
-    walk.gradients = [None if number is None else results[number] for number in traced.trained]
+    walk.gradients = [
+        None if number is None else results[number] for number in traced.trained
+    ]
     for value, gradient in zip(walk.parameters, walk.gradients):
         for dim, of_gradient in zip(value.dims, gradient.dims if gradient else ()):
             unify(dim, of_gradient)
@@ -241,13 +301,18 @@ def walk_through(traced: TracedStep) -> Walk:
 
 
 def weigh(
-    traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None, recomputes: bool = False
+    traced: TracedStep,
+    *,
+    tensor: int,
+    num_shards: int,
+    held: HeldBytes | None = None,
+    recomputes: bool = False,
 ) -> Analysis:
-    """Walk through a program, and weigh every split over `tensor` devices, with a batch in `num_shards`
-    parts.
+    """Walk through a program, and weigh every split over `tensor` devices, with a batch
+    in `num_shards` parts.
 
-    `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices. `recomputes`: see
-    [`Costs`][].
+    `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.
+    `recomputes`: see [`Costs`][].
     """
     walk = walk_through(traced)
 
@@ -256,10 +321,20 @@ def weigh(
         value = walk.parameters[leaf]
         if held is None:
             return value.num_bytes / (1 if dim is None else tensor)
-        return held(traced.paths[leaf], dim, _num_scanned(value), bool(traced.fixed[leaf]))
+        return held(
+            traced.paths[leaf], dim, _num_scanned(value), bool(traced.fixed[leaf])
+        )
 
-    splittable = [() if reason == STATE else x.dims for x, reason in zip(walk.parameters, traced.fixed)]
-    return Analysis(traced, walk, count(walk, splittable, tensor, num_shards, held_of, recomputes), {})
+    splittable = [
+        () if reason == STATE else x.dims
+        for x, reason in zip(walk.parameters, traced.fixed)
+    ]
+    return Analysis(
+        traced,
+        walk,
+        count(walk, splittable, tensor, num_shards, held_of, recomputes),
+        {},
+    )
 
 
 def _num_scanned(value: Value) -> int:
@@ -279,36 +354,47 @@ def choose_layout(
     **Arguments:**
 
     - `given`: a layout to compare with, as the dim that is split, by path.
-    - `fixed`: decisions that are fixed for some arrays: the dim that is split, or `None`. The others are chosen
-        to match.
+    - `fixed`: decisions that are fixed for some arrays: the dim that is split, or
+        `None`. The others are chosen to match.
     """
-    costs, paths = analysis.costs, analysis.traced.paths
+    costs = analysis.costs
+    paths = analysis.traced.paths
     decided = analysis.traced.by_leaf(fixed)
     split_so = as_layout(costs, decided) or {}
 
     def laid_out(splits: Sequence[Split]) -> SplitOfEach:
-        chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}
+        chosen = {
+            leaf: split.number
+            for split in splits
+            for leaf in split.leaves
+            if leaf not in decided
+        }
         return {**chosen, **split_so}
 
     whole = {leaf for leaf, dim in decided.items() if dim is None}
     options: list[dict[str, Collection[int]]] = [{}]
     if decided:  # follow the decided splits, or keep away from them
         options.append({"forced": set(split_so.values())})
-        options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
+        options.append(
+            {"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}}
+        )
     layouts = [laid_out(choose(costs, **option)) for option in options]
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=analysis.score)
     other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
-    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, analysis.score)
+    layout = improve(
+        layout, other, paths, len(analysis.walk.steps), decided, analysis.score
+    )
     return dataclasses.replace(analysis, layout=layout)
 
 
 def with_activations(
     analysis: Analysis, mesh: Mesh | AbstractMesh, *, is_quick: bool = False
 ) -> Analysis | None:
-    """The analysis with the layout of all values that sends the least, in which the parameters keep theirs.
+    """The analysis with the layout of all values that sends the least, in which the
+    parameters keep theirs.
 
-    `None` if `tensor` has one device, or if there is no such layout: a step then leaves the activations to the
-    compiler. `is_quick`: see [`solve`][].
+    `None` if `tensor` has one device, or if there is no such layout: a step then leaves
+    the activations to the compiler. `is_quick`: see [`solve`][].
     """
     costs = analysis.costs
     if costs.tensor == 1:
@@ -316,6 +402,8 @@ def with_activations(
     values = Values(analysis.walk, costs.tensor, costs.num_shards, merges(mesh))
     dims = {leaf: analysis.dim_of(leaf) for leaf in range(len(analysis.traced.paths))}
     try:
-        return dataclasses.replace(analysis, solution=solve(values, dims, is_quick=is_quick))
+        return dataclasses.replace(
+            analysis, solution=solve(values, dims, is_quick=is_quick)
+        )
     except ValueError:
         return None

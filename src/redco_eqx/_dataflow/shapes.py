@@ -1,24 +1,38 @@
-"""Rules for elementwise operations, operations along one dim, lookups, and operations that move dims."""
+"""Rules for elementwise operations, operations along one dim, lookups, and operations
+that move dims."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
-from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, resolve, unify
+from redco_eqx._dataflow.values import (
+    ADDING,
+    STREAM,
+    Dim,
+    Value,
+    new_dim,
+    new_dims,
+    resolve,
+    unify,
+)
 from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
 # Operations that are elementwise, act along one dim, or are of unknown kind.
 
 
 def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
-    """An operation without a rule. If the shapes agree, it is assumed to be elementwise."""
+    """An operation without a rule. If the shapes agree, it is assumed to be
+    elementwise."""
     name = walk.equation.primitive.name
     shapes = [shape for shape in (*walk.before, *walk.after) if shape]
     if not shapes:
         return [() for _ in walk.after]
     largest = max(shapes, key=math.prod)
-    fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
+    fits = all(
+        len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest))
+        for s in shapes
+    )
     if name in NOT_ELEMENTWISE or not fits or largest not in walk.after:
         return walk.opaque_dims(operands)
     dims: list[Dim] = [()] * len(largest)
@@ -35,11 +49,14 @@ def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
 
 
 def add(walk: Walk, operands: list[Value]) -> Results:
-    """Combine several sums over devices into one, also in a different dtype; a bias may be added after it."""
+    """Combine several sums over devices into one, also in a different dtype; a bias may
+    be added after it."""
     (dims,) = unlisted(walk, operands)
     out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
-        out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
+        out.sums = tuple(
+            dict.fromkeys(event for operand in operands for event in operand.sums)
+        )
         is_joined = all(event.block in ADDING for event in out.sums)
         for event in out.sums[1:]:
             event.first = out.sums[0]
@@ -48,19 +65,22 @@ def add(walk: Walk, operands: list[Value]) -> Results:
 
 
 def copy(walk: Walk, operands: list[Value]) -> Results:
-    """Arrays are passed on unchanged. Between layers, the library's blocks keep them whole, except for rows."""
+    """Arrays are passed on unchanged. Between layers, the library's blocks keep them
+    whole, except for rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0])
     return operands
 
 
 def unrelated(walk: Walk, operands: list[Value]) -> Results:
-    """Results that depend on no dim of an operand: counters and draws. Each device makes its own part."""
+    """Results that depend on no dim of an operand: counters and draws. Each device
+    makes its own part."""
     return [unknown(var.aval) for var in walk.equation.outvars]
 
 
 def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
-    """Cumulative sums, sorts and reversals, which need the dim that they act along whole."""
+    """Cumulative sums, sorts and reversals, which need the dim that they act along
+    whole."""
     params = walk.params
     named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
@@ -76,8 +96,8 @@ def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
 
 
 def last_dims(num_dims: int) -> Rule:
-    """A rule for operations on the last dims, separately for each entry of the others: decompositions,
-    top-k."""
+    """A rule for operations on the last dims, separately for each entry of the others:
+    decompositions, top-k."""
 
     def rule(walk: Walk, operands: list[Value]) -> Results:
         fitting = [x for x in operands if len(x.dims) >= num_dims]
@@ -92,10 +112,12 @@ def last_dims(num_dims: int) -> Rule:
 
 
 def fft(walk: Walk, operands: list[Value]) -> Results:
-    """An FFT. All dims except the batch are whole on each device, because the compiler would otherwise fail."""
+    """An FFT. All dims except the batch are whole on each device, because the compiler
+    would otherwise fail."""
     (operand,) = operands
     kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
-    # The steps split only the leading dim, over the batch axes. If it is not pinned, `tensor` might split it.
+    # The steps split only the leading dim, over the batch axes. If it is not pinned,
+    # `tensor` might split it.
     is_batch = any(atom.pin for dim in kept[:1] for atom in resolve(dim))
     walk.event("whole", operand.dims[is_batch:], operand)
     return [[*kept, *new_dims(walk.after[0][len(kept) :])]]
@@ -105,7 +127,8 @@ def fft(walk: Walk, operands: list[Value]) -> Results:
 
 
 def dynamic_slice(walk: Walk, operands: list[Value]) -> Results:
-    operand, dims = operands[0], list(operands[0].dims)
+    operand = operands[0]
+    dims = list(operands[0].dims)
     for i, (before, after) in enumerate(zip(walk.before[0], walk.after[0])):
         if before != after:
             walk.event("whole", [dims[i]], operand)
@@ -124,15 +147,23 @@ def dynamic_update_slice(walk: Walk, operands: list[Value]) -> Results:
 
 
 def gather(walk: Walk, operands: list[Value]) -> Results:
-    """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
+    """A lookup. Each device looks up its part of a split dim, and the sum over devices
+    is the result."""
     operand, indices = operands
-    numbers, sizes = walk.params["dimension_numbers"], walk.params["slice_sizes"]
+    numbers = walk.params["dimension_numbers"]
+    sizes = walk.params["slice_sizes"]
     batching = numbers.operand_batching_dims
     shape = walk.before[0]
     for i, j in zip(batching, numbers.start_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
-    kept = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *batching)]
-    picked = [i for i, size in enumerate(shape) if i not in batching and sizes[i] != size]
+    kept = [
+        i
+        for i in range(len(shape))
+        if i not in (*numbers.collapsed_slice_dims, *batching)
+    ]
+    picked = [
+        i for i, size in enumerate(shape) if i not in batching and sizes[i] != size
+    ]
     dims = list(new_dims(walk.after[0]))
     for j, i in zip(numbers.offset_dims, kept):
         dims[j] = dims[j] if i in picked else operand.dims[i]
@@ -142,28 +173,40 @@ def gather(walk: Walk, operands: list[Value]) -> Results:
     out = walk.result(dims, operands)
     walk.event("lookup", [operand.dims[i] for i in picked], out, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
-    # Count it like a product with one-hot rows, because a split table is worth that much in training.
+    # Count it like a product with one-hot rows, because a split table is worth that
+    # much in training.
     walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
     return [out]
 
 
 def scatter(walk: Walk, operands: list[Value]) -> Results:
-    """Write or add updates at rows. Each device takes the updates for its part of the operand."""
+    """Write or add updates at rows. Each device takes the updates for its part of the
+    operand."""
     operand, indices, updates = operands
     numbers = walk.params["dimension_numbers"]
     batching = numbers.operand_batching_dims
     shape = walk.before[0]
     for i, j in zip(batching, numbers.scatter_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
-    kept = [i for i in range(len(shape)) if i not in (*numbers.inserted_window_dims, *batching)]
+    kept = [
+        i
+        for i in range(len(shape))
+        if i not in (*numbers.inserted_window_dims, *batching)
+    ]
     for j, i in zip(numbers.update_window_dims, kept):
         if walk.before[2][j] == shape[i]:
             walk.same([operand.dims[i]], [updates.dims[j]], updates)
         else:
             walk.event("whole", [updates.dims[j]], updates)
-    rows = [dim for j, dim in enumerate(updates.dims) if j not in numbers.update_window_dims]
+    rows = [
+        dim for j, dim in enumerate(updates.dims) if j not in numbers.update_window_dims
+    ]
     walk.same(indices.dims, rows, updates)
-    summed = [dim for n, dim in enumerate(rows) if n not in numbers.scatter_indices_batching_dims]
+    summed = [
+        dim
+        for n, dim in enumerate(rows)
+        if n not in numbers.scatter_indices_batching_dims
+    ]
     out = walk.result(operand.dims, operands)
     walk.event("sum", summed, out, arrays=[updates])
     return [out]
@@ -173,20 +216,27 @@ def scatter(walk: Walk, operands: list[Value]) -> Results:
 
 
 def transpose(walk: Walk, operands: list[Value]) -> Results:
-    return [_moved(walk, [operands[0].dims[i] for i in walk.params["permutation"]], operands[0])]
+    return [
+        _moved(
+            walk, [operands[0].dims[i] for i in walk.params["permutation"]], operands[0]
+        )
+    ]
 
 
 def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:
-    """A value with the same elements, whose pending sum over devices can be handled as before."""
+    """A value with the same elements, whose pending sum over devices can be handled as
+    before."""
     out = walk.result(dims, [operand])
     out.sums = operand.sums
     return out
 
 
 def reshape(walk: Walk, operands: list[Value]) -> Results:
-    """A reshape. Elements keep their order, so the runs of factors before and after are the same."""
+    """A reshape. Elements keep their order, so the runs of factors before and after are
+    the same."""
     operand = operands[0]
-    before, after = walk.before[0], walk.after[0]
+    before = walk.before[0]
+    after = walk.after[0]
     if [n for n in before if n > 1] == [n for n in after if n > 1]:
         left = iter([dim for dim, n in zip(operand.dims, before) if n > 1])
         return [_moved(walk, [next(left) if n > 1 else () for n in after], operand)]
@@ -198,7 +248,8 @@ def reshape(walk: Walk, operands: list[Value]) -> Results:
 
 
 def broadcast_in_dim(walk: Walk, operands: list[Value]) -> Results:
-    before, after = walk.before[0], walk.after[0]
+    before = walk.before[0]
+    after = walk.after[0]
     dims = list(new_dims(after))
     for i, j in enumerate(walk.params["broadcast_dimensions"]):
         if before[i] == after[j]:
@@ -206,16 +257,25 @@ def broadcast_in_dim(walk: Walk, operands: list[Value]) -> Results:
     return [walk.result(dims, operands[:1])]
 
 
-def _piece(walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int, stride: int) -> Dim:
-    """A slice of a dim. If it is one of several equal pieces, the dim is `(pieces, size)`."""
+def _piece(
+    walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int, stride: int
+) -> Dim:
+    """A slice of a dim. If it is one of several equal pieces, the dim is
+    `(pieces, size)`."""
     if size == total:
         return dim
-    pieces, inner = new_dim(total // size if size else 1), new_dim(size)
+    pieces = new_dim(total // size if size else 1)
+    inner = new_dim(size)
     aligned = size > 0 and total % size == 0
     if stride == 1 and aligned and start % size == 0 and unify(dim, (*pieces, *inner)):
         walk.event("whole", [dim], value, unless=[inner])
         return inner
-    if stride > 1 and aligned and stride == total // size and unify(dim, (*inner, *pieces)):
+    if (
+        stride > 1
+        and aligned
+        and stride == total // size
+        and unify(dim, (*inner, *pieces))
+    ):
         return inner
     walk.event("reshard", [dim], value)
     return new_dim(size)
@@ -223,7 +283,8 @@ def _piece(walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int
 
 def slice_(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    before, after = walk.before[0], walk.after[0]
+    before = walk.before[0]
+    after = walk.after[0]
     starts = map(int, walk.params["start_indices"])  # at times these are NumPy numbers
     strides = map(int, walk.params["strides"] or (1,) * len(before))
     pieces = zip(operand.dims, before, starts, after, strides)
@@ -232,7 +293,9 @@ def slice_(walk: Walk, operands: list[Value]) -> Results:
 
 def split(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    axis, start, results = walk.params["axis"], 0, []
+    axis = walk.params["axis"]
+    start = 0
+    results = []
     total = walk.before[0][axis]
     for size in map(int, walk.params["sizes"]):
         dims = list(operand.dims)
@@ -243,26 +306,36 @@ def split(walk: Walk, operands: list[Value]) -> Results:
 
 
 def stack(walk: Walk, operands: list[Value]) -> Results:
-    axis, first = walk.params["axis"], operands[0]
+    axis = walk.params["axis"]
+    first = operands[0]
     for operand in operands[1:]:
         walk.same(first.dims, operand.dims, operand)
     return [[*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]]
 
 
 def unstack(walk: Walk, operands: list[Value]) -> Results:
-    axis, operand = walk.params["axis"], operands[0]
+    axis = walk.params["axis"]
+    operand = operands[0]
     walk.event("whole", [operand.dims[axis]], operand)
     return [[*operand.dims[:axis], *operand.dims[axis + 1 :]] for _ in walk.after]
 
 
 def concatenate(walk: Walk, operands: list[Value]) -> Results:
-    axis, first, after = walk.params["dimension"], operands[0], walk.after[0]
+    axis = walk.params["dimension"]
+    first = operands[0]
+    after = walk.after[0]
     is_even = len({shape[axis] for shape in walk.before}) == 1
     alike = [i for i in range(len(after)) if i != axis or is_even]
     for operand in operands[1:]:
-        walk.same([first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand)
+        walk.same(
+            [first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand
+        )
     dims = list(first.dims)
-    dims[axis] = (*new_dim(len(operands)), *first.dims[axis]) if is_even else new_dim(after[axis])
+    dims[axis] = (
+        (*new_dim(len(operands)), *first.dims[axis])
+        if is_even
+        else new_dim(after[axis])
+    )
     for operand in operands:
         walk.event("reshard", [operand.dims[axis]], operand, unless=[dims[axis]])
     return [dims]
@@ -272,12 +345,22 @@ def pad(walk: Walk, operands: list[Value]) -> Results:
     """Padding; also the transpose of a slice, which is one piece among zeros."""
     operand = operands[0]
     dims = []
-    before, after = walk.before[0], walk.after[0]
+    before = walk.before[0]
+    after = walk.after[0]
     config = [tuple(map(int, entry)) for entry in walk.params["padding_config"]]
-    for dim, size, total, (low, high, interior) in zip(operand.dims, before, after, config):
+    for dim, size, total, (low, high, interior) in zip(
+        operand.dims, before, after, config
+    ):
         if size == total and (low, high, interior) == (0, 0, 0):
             dims.append(dim)
-        elif size > 0 and total % size == 0 and total > size and interior == 0 and low >= 0 and low % size == 0:
+        elif (
+            size > 0
+            and total % size == 0
+            and total > size
+            and interior == 0
+            and low >= 0
+            and low % size == 0
+        ):
             dims.append((*new_dim(total // size), *dim))
         elif size > 0 and total == size * (interior + 1) and low >= 0:
             dims.append((*dim, *new_dim(interior + 1)))
@@ -288,29 +371,48 @@ def pad(walk: Walk, operands: list[Value]) -> Results:
 
 
 def tile(walk: Walk, operands: list[Value]) -> Results:
-    dims = [(*new_dim(n), *dim) for n, dim in zip(walk.params["reps"], operands[0].dims)]
+    dims = [
+        (*new_dim(n), *dim) for n, dim in zip(walk.params["reps"], operands[0].dims)
+    ]
     walk.event("merge", operands[0].dims, operands[0], unless=dims)
     return [dims]
 
 
 def reduce(walk: Walk, operands: list[Value]) -> Results:
-    """Reductions (sums, maxima and others), including `psum` over a dim that `vmap` named."""
+    """Reductions (sums, maxima and others), including `psum` over a dim that `vmap`
+    named."""
     params = walk.params
-    axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
+    axes = [
+        int(x)
+        for x in params.get("axes", params.get("dimensions", ()))
+        if not isinstance(x, str)
+    ]
     results = []
     for number, operand in enumerate(operands[: len(walk.after)]):
-        out = walk.result([d for i, d in enumerate(operand.dims) if i not in axes], operands, number)
+        out = walk.result(
+            [d for i, d in enumerate(operand.dims) if i not in axes], operands, number
+        )
         walk.event("sum", [operand.dims[i] for i in axes], out, arrays=[operand])
         results.append(out)
     return results
 
 
 def window(walk: Walk, operands: list[Value]) -> Results:
-    """Pooling and its gradients, which need the dims that the window moves along whole."""
+    """Pooling and its gradients, which need the dims that the window moves along
+    whole."""
     sizes = walk.params["window_dimensions"]
-    first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
+    first = operands[0]
+    kept = [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:
-        if len(operand.dims) == len(sizes):  # skips the value that a reduction begins with
-            walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand)
-            walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand)
-    return [[d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape)] for shape in walk.after]
+        if len(operand.dims) == len(sizes):
+            # Skips the value that a reduction begins with.
+            walk.event(
+                "whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand
+            )
+            walk.same(
+                [first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand
+            )
+    return [
+        [d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape)]
+        for shape in walk.after
+    ]

@@ -1,7 +1,9 @@
-"""The values in a walk through a program: the atoms of their dims, their scopes, their possible splits.
+"""The values in a walk through a program: the atoms of their dims, their scopes, their
+possible splits.
 
-An atom is a factor of dims. The walk may find the same atom, which is the same index, in several places. A
-split is a set of leading atoms of parameter dims that can lie over an axis together.
+An atom is a factor of dims. The walk may find the same atom, which is the same index,
+in several places. A split is a set of leading atoms of parameter dims that can lie over
+an axis together.
 """
 
 import dataclasses
@@ -21,33 +23,39 @@ EXPERTS = "redco_eqx.row.experts"
 """The scope of the block that mixes experts. It splits each of them inside."""
 
 ADDING = (EXPERTS, "redco_eqx.column", "redco_eqx.row")
-"""The scopes of the building blocks that add results up before they sum over devices."""
+"""The scopes of the building blocks that add results up before they sum over
+devices."""
 
 ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
-"""The scopes of the blocks that gather stored shards once, and give each device its part of the gradient."""
+"""The scopes of the blocks that gather stored shards once, and give each device its
+part of the gradient."""
 
 STREAM = "redco_eqx.stream"
-"""The scope of the arrays that flow between layers: each device has their features whole."""
+"""The scope of the arrays that flow between layers: each device has their features
+whole."""
 
 
 def block_of(equation: JaxprEqn) -> str:
-    """The building block of this library that an operation, or the one whose gradient it is, is in; or ''."""
+    """The building block of this library that an operation, or the one whose gradient
+    it is, is in; or ''."""
     scopes = str(equation.source_info.name_stack)
     return next((name for name in (*ADDING, *ENDS, STREAM) if name in scopes), "")
 
 
 def short_line(equation: JaxprEqn) -> str:
-    """The line of user code that an operation comes from, as `file.py:12`, without the directory."""
+    """The line of user code that an operation comes from, as `file.py:12`, without the
+    directory."""
     place = source_line(equation).partition(" (")[0]
     return place.replace("\\", "/").rpartition("/")[2]
 
 
 # Atoms: the factors of dims, which may be the same index or not.
 #
-# A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of size 1 has none.
-# Operations say which dims are the same index. The atoms of these dims are unified; where the size of one is a
-# multiple of the other, it is cut into factors. So a fused `3 * D` becomes `(3, heads, head size)` through the
-# operations that the program applies to it.
+# A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of
+# size 1 has none. Operations say which dims are the same index. The atoms of these dims
+# are unified; where the size of one is a multiple of the other, it is cut into factors.
+# So a fused `3 * D` becomes `(3, heads, head size)` through the operations that the
+# program applies to it.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -55,8 +63,8 @@ class Atom:
     """One factor of dims.
 
     - `size`: the number of values that the index takes.
-    - `parts`: the atoms that this atom turned out to consist of: one other, or several, major to minor. Empty
-        if there are none.
+    - `parts`: the atoms that this atom turned out to consist of: one other, or several,
+        major to minor. Empty if there are none.
     - `pin`: the reason why `tensor` never splits the atom; empty if it may.
     """
 
@@ -92,14 +100,17 @@ def resolve(dim: Dim) -> Dim:
 def unify(first: Dim, second: Dim) -> bool:
     """Make two dims, or runs of dims, the same index, as far as their sizes allow.
 
-    Where sizes differ, both atoms are cut at their common divisor. Return true if the whole of both was
-    unified. If not, the rest has no common divisor, and only the leading factors are the same.
+    Where sizes differ, both atoms are cut at their common divisor. Return true if the
+    whole of both was unified. If not, the rest has no common divisor, and only the
+    leading factors are the same.
     """
     if first is second:
         return True
-    left, right = list(first[::-1]), list(second[::-1])
+    left = list(first[::-1])
+    right = list(second[::-1])
     while True:
-        a, b = _next(left), _next(right)
+        a = _next(left)
+        b = _next(right)
         if a is None or b is None:
             return a is b
         if a is b:
@@ -113,7 +124,10 @@ def unify(first: Dim, second: Dim) -> bool:
             continue
         for atom, stack in ((a, left), (b, right)):
             if atom.size != common:
-                atom.parts = (Atom(common, atom.pin), Atom(atom.size // common, atom.pin))
+                atom.parts = (
+                    Atom(common, atom.pin),
+                    Atom(atom.size // common, atom.pin),
+                )
             stack.append(atom)
 
 
@@ -130,7 +144,8 @@ def _next(stack: list[Atom]) -> Atom | None:
 
 
 def pin(dim: Dim, reason: str) -> None:
-    """Mark the atoms of `dim` as never split. If one is marked already, the first reason stays."""
+    """Mark the atoms of `dim` as never split. If one is marked already, the first
+    reason stays."""
     for atom in resolve(dim):
         atom.pin = atom.pin or reason
 
@@ -142,11 +157,12 @@ def pin(dim: Dim, reason: str) -> None:
 class Value:
     """An array of the program.
 
-    - `weights`: the indices of the parameters upstream, if only parameters are upstream. The value is then a
-        weight.
-    - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is upstream.
-    - `sums`: the events that this value is the result of, or the sum of the results of: these can be summed
-        over devices at once.
+    - `weights`: the indices of the parameters upstream, if only parameters are
+        upstream. The value is then a weight.
+    - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is
+        upstream.
+    - `sums`: the events that this value is the result of, or the sum of the results of:
+        these can be summed over devices at once.
     """
 
     dims: tuple[Dim, ...]
@@ -159,20 +175,25 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Event:
-    """A cost: the array that is sent if a split of a dim reaches an operation that needs the dim whole.
+    """A cost: the array that is sent if a split of a dim reaches an operation that
+    needs the dim whole.
 
     - `kind`: `sum`, `lookup`, `whole`, `reshard`, `merge`.
     - `dims`: the event happens if the leading atom of any of these dims is split ...
     - `unless`: ... but not if the atom leads one of these dims.
-    - `sent`: the array that is summed or gathered. The bytes of one device's part of it count.
+    - `sent`: the array that is summed or gathered. The bytes of one device's part of it
+        count.
     - `arrays`: at least one of these arrays must be split for the event to happen.
-    - `along`: for a sum, the indices of the dims of each of `arrays` that are summed over.
-    - `equation`: the operation; `block`: the building block of this library that contains it, or ''.
-    - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
-        sum over devices, once; the compiler for CPU does not.
-    - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
-        on every backend.
-    - `times`: how often the operation runs, in loops; in a branch of several, the share of one run.
+    - `along`: for a sum, the indices of the dims of each of `arrays` that are summed
+        over.
+    - `equation`: the operation; `block`: the building block of this library that
+        contains it, or ''.
+    - `first`: the first of several events whose results are added. Compilers for TPU
+        and GPU add before they sum over devices, once; the compiler for CPU does not.
+    - `joined`: the first of several events whose results the library's blocks add,
+        before the sum over devices, on every backend.
+    - `times`: how often the operation runs, in loops; in a branch of several, the share
+        of one run.
     """
 
     kind: str
@@ -193,9 +214,11 @@ class Event:
         return float(self.sent.num_bytes * self.times)
 
     def summed_with(self, *, merged: bool) -> "Event":
-        """Return the event that stands for all events that are summed over devices together with this one.
+        """Return the event that stands for all events that are summed over devices
+        together with this one.
 
-        `merged`: true if the compiler adds the values locally before it sums over devices.
+        `merged`: true if the compiler adds the values locally before it sums over
+        devices.
         """
         return (self.first if merged else self.joined) or self
 
@@ -205,11 +228,12 @@ class Use:
     """An operation of a weight on data.
 
     - `weight`: the index of the parameter.
-    - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
+    - `roles`: for each dim of the weight in this place, the name of a split along it:
+        `row`, `column`, ...
     - `dims`: these dims.
     - `num_bytes`: bytes of the results, in all loops.
-    - `work`: these times the number of products that are summed in each element of the results. This equals the
-        bytes of the weight times the number of their uses.
+    - `work`: these times the number of products that are summed in each element of the
+        results. This equals the bytes of the weight times the number of their uses.
     """
 
     weight: int
@@ -221,10 +245,11 @@ class Use:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
-    """An operation: its operands and results, how often it is done, and the events if these are split.
+    """An operation: its operands and results, how often it is done, and the events if
+    these are split.
 
-    `block` is that of an [`Event`][]; `bodies` are the programs inside the operation that were walked;
-    `checkpoint` is the `jax.checkpoint` that contains it.
+    `block` is that of an [`Event`][]; `bodies` are the programs inside the operation
+    that were walked; `checkpoint` is the `jax.checkpoint` that contains it.
     """
 
     equation: JaxprEqn
@@ -253,15 +278,18 @@ class Body(NamedTuple):
 class Split:
     """A split: some leading atoms, in all dims that they lead.
 
-    - `number`: the index of the split, in the order in which splits first appear in the parameters.
+    - `number`: the index of the split, in the order in which splits first appear in the
+        parameters.
     - `leaves`: for each parameter that is split, the dim.
-    - `borders`: for dims that consist of several pieces, each led by the atoms of the split, the leading atoms
-        of the whole dim, if it is also split (evenly, across the borders of pieces). `crossed` are the
-        parameters among `leaves` with such a dim.
+    - `borders`: for dims that consist of several pieces, each led by the atoms of the
+        split, the leading atoms of the whole dim, if it is also split (evenly, across
+        the borders of pieces). `crossed` are the parameters among `leaves` with such a
+        dim.
     - `sent`: bytes that a device sends in a step because of the split, event by event.
-    - `unsent`: bytes that are not sent over the batch axes, because the arrays that are split have smaller
-        gradients.
-    - `work`: bytes of weights, times the number of their uses, that the other devices process.
+    - `unsent`: bytes that are not sent over the batch axes, because the arrays that are
+        split have smaller gradients.
+    - `work`: bytes of weights, times the number of their uses, that the other devices
+        process.
     - `freed`: bytes of parameters that are no longer on a device.
     """
 
@@ -295,8 +323,11 @@ def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
     return sum(sizes.values(), 0.0)
 
 
-def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
-    """The leading atoms of `dim` that make `size` shards; `None` if the dim does not divide into these."""
+def leading_atoms(
+    dim: Dim, size: int, *, pinned: bool = False
+) -> tuple[Atom, ...] | None:
+    """The leading atoms of `dim` that make `size` shards; `None` if the dim does not
+    divide into these."""
     left = size
     chosen: list[Atom] = []
     for atom in resolve(dim):
@@ -311,7 +342,8 @@ def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, .
 
 
 def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]:
-    """Every way to split dims of parameters; then again with the parameters that consist of several pieces."""
+    """Every way to split dims of parameters; then again with the parameters that
+    consist of several pieces."""
     found: dict[tuple[Atom, ...], Split] = {}
     for leaf, dims in enumerate(parameters):
         for i, dim in enumerate(dims):
@@ -328,7 +360,9 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
             if border is None or border.pin or clean is None or not divides:
                 continue
             number = len(found) + len(crossing)
-            split = crossing.setdefault(clean.number, Split(number, clean.atoms, dict(clean.leaves)))
+            split = crossing.setdefault(
+                clean.number, Split(number, clean.atoms, dict(clean.leaves))
+            )
             if leaf not in split.crossed:
                 split.leaves[leaf] = i
                 split.borders = tuple(dict.fromkeys((*split.borders, border)))
@@ -337,8 +371,8 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
 
 
 class Leads:
-    """The splits, and the batch, that lead a dim. An array can be split only along a dim that a split or the
-    batch leads."""
+    """The splits, and the batch, that lead a dim. An array can be split only along a
+    dim that a split or the batch leads."""
 
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
@@ -348,34 +382,50 @@ class Leads:
             for atom in split.atoms:
                 self.of_atom.setdefault(atom, []).append(split.number)
             for border in split.borders:
-                self._of_border.setdefault((border, split.atoms[0]), []).append(split.number)
-        leading = [leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows]
+                self._of_border.setdefault((border, split.atoms[0]), []).append(
+                    split.number
+                )
+        leading = [
+            leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows
+        ]
         self._batch = {atom for atoms in leading for atom in atoms}
         # After the walk, a dim no longer changes.
-        self._atoms, self._of_dim = functools.cache(resolve), functools.cache(self._of_one)
+        self._atoms = functools.cache(resolve)
+        self._of_dim = functools.cache(self._of_one)
 
     def _of_one(self, dim: Dim) -> list[int]:
         atoms = self._atoms(dim)
         return [*self.of_atom.get(atoms[0], ()), *self._of_border.get(atoms[:2], ())]
 
     def of(self, dims: Iterable[Dim]) -> list[int]:
-        """The indices of the splits that lead one of `dims`, either evenly or in whole pieces."""
+        """The indices of the splits that lead one of `dims`, either evenly or in whole
+        pieces."""
         return list(dict.fromkeys(n for dim in dims if dim for n in self._of_dim(dim)))
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:
-        """The indices of the splits that an array with these dims can have with all their atoms."""
-        return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
+        """The indices of the splits that an array with these dims can have with all
+        their atoms."""
+        return [
+            n
+            for n in self.of(dims)
+            if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)
+        ]
 
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
         """Count the pieces that an even split of one of `dims` crosses."""
         for dim in dims:
             atoms = self._atoms(dim)
-            if len(atoms) > 1 and atoms[0] in split.borders and atoms[1] is split.atoms[0]:
+            if (
+                len(atoms) > 1
+                and atoms[0] in split.borders
+                and atoms[1] is split.atoms[0]
+            ):
                 return atoms[0].size
         return 0
 
     def cover(self, split: Split, dims: Iterable[Dim]) -> bool:
-        """True if all atoms of the split are still in front of `dims`, which can then be split as before."""
+        """True if all atoms of the split are still in front of `dims`, which can then
+        be split as before."""
         left = list(split.atoms)
         for dim in dims:
             for atom in self._atoms(dim):
@@ -394,5 +444,10 @@ class Leads:
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
         """The indices of the splits that lead two dims with the same atom."""
         found = [(n, dim) for dim in dims for n in self.of([dim])]
-        leads = [(n, self._atoms(dim)[bool(self.num_pieces(self.splits[n], [dim]))]) for n, dim in found]
-        return list(dict.fromkeys(pair[0] for i, pair in enumerate(leads) if pair in leads[:i]))
+        leads = [
+            (n, self._atoms(dim)[bool(self.num_pieces(self.splits[n], [dim]))])
+            for n, dim in found
+        ]
+        return list(
+            dict.fromkeys(pair[0] for i, pair in enumerate(leads) if pair in leads[:i])
+        )

@@ -1,4 +1,5 @@
-"""One walk through a program: dims become atoms, and the costs and savings of each split are recorded."""
+"""One walk through a program: dims become atoms, and the costs and savings of each
+split are recorded."""
 
 import dataclasses
 import itertools
@@ -29,29 +30,33 @@ from redco_eqx._dataflow.values import (
     unify,
 )
 
-# One walk through a program: dims become atoms, and the costs of each split are recorded.
+# One walk through a program: dims become atoms, and the costs of each split are
+# recorded.
 
 
 Results: TypeAlias = Sequence[Value | Sequence[Dim]]
 """The results of an operation: each as a value, or only its dims."""
 
 Rule: TypeAlias = Callable[["Walk", list[Value]], Results]
-"""The effect of the current operation on the dims of its operands: `(walk, operands) -> results`."""
+"""The effect of the current operation on the dims of its operands:
+`(walk, operands) -> results`."""
 
 
 class Walk:
     """The records of a walk up to this point.
 
-    - `parameters`, `rows`: the inputs of the program: parameters, and arrays of the batch.
+    - `parameters`, `rows`: the inputs of the program: parameters, and arrays of the
+        batch.
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name.
-    - `equation`: the operation that the walk is at; `block`, `checkpoint`: the building block and the
-        `jax.checkpoint` that it is in.
+    - `equation`: the operation that the walk is at; `block`, `checkpoint`: the building
+        block and the `jax.checkpoint` that it is in.
     """
 
     def __init__(self, rule_of: Callable[[JaxprEqn], Rule], block: str = ""):
-        self.rule_of, self.block = rule_of, block
+        self.rule_of = rule_of
+        self.block = block
         self.equation: Any = None
         self.checkpoint: JaxprEqn | None = None
         self.parameters: list[Value] = []
@@ -78,10 +83,14 @@ class Walk:
 
         for equation in itertools.compress(program.eqns, flags):
             operands = [read(atom) for atom in equation.invars]
-            num_steps, num_events = len(self.steps), len(self.events)
+            num_steps = len(self.steps)
+            num_events = len(self.events)
             around = self.equation, self.block, self.bodies, self.checkpoint
-            self.block, self.bodies = block_of(equation) or self.block, []
-            self.checkpoint = equation if equation.primitive.name in CHECKPOINTS else self.checkpoint
+            self.block = block_of(equation) or self.block
+            self.bodies = []
+            self.checkpoint = (
+                equation if equation.primitive.name in CHECKPOINTS else self.checkpoint
+            )
             results = self.results(equation, operands)
             if self.block in ENDS:  # which take a table split over its rows, or whole
                 for table in (x for x in operands if x.weights):
@@ -90,8 +99,11 @@ class Walk:
                 self._sum_later(operands, results)
             own = self.events[num_events:]
             inside = self.bodies, self.checkpoint
-            step = Step(equation, self.times, operands, results, own, self.block, None, *inside)
-            if len(self.steps) == num_steps:  # otherwise it has a body, whose steps are recorded instead
+            step = Step(
+                equation, self.times, operands, results, own, self.block, None, *inside
+            )
+            if len(self.steps) == num_steps:
+                # Otherwise it has a body, whose steps are recorded instead.
                 self.steps.append(step)
             done.append(step)
             self.equation, self.block, self.bodies, self.checkpoint = around
@@ -101,7 +113,8 @@ class Walk:
         return found
 
     def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        """Record that a block of the library sums over devices only after more operations."""
+        """Record that a block of the library sums over devices only after more
+        operations."""
         sums = [event for x in operands for event in x.sums]
         for out in results:
             out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
@@ -114,19 +127,33 @@ class Walk:
         try:
             given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
-            # The rule was written for a different version of JAX, and a parameter is missing.
+            # The rule was written for a different version of JAX, and a parameter is
+            # missing.
             given = []
             self.equation = equation
         pairs = enumerate(given[: len(equation.outvars)])
-        found = [x if isinstance(x, Value) else self.result(x, operands, i) for i, x in pairs]
+        found = [
+            x if isinstance(x, Value) else self.result(x, operands, i) for i, x in pairs
+        ]
         if [len(x.dims) for x in found] == [len(shape) for shape in self.after]:
             return found
-        return [self.result(x, operands, i) for i, x in enumerate(self.opaque_dims(operands))]
+        return [
+            self.result(x, operands, i)
+            for i, x in enumerate(self.opaque_dims(operands))
+        ]
 
-    def result(self, dims: Sequence[Dim], operands: Sequence[Value], number: int = 0) -> Value:
-        """A result of this operation, with these dims, that is computed from these operands."""
-        is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
-        weights = () if is_data else tuple(sorted({leaf for x in operands for leaf in x.weights}))
+    def result(
+        self, dims: Sequence[Dim], operands: Sequence[Value], number: int = 0
+    ) -> Value:
+        """A result of this operation, with these dims, that is computed from these
+        operands."""
+        is_data = any(x.is_data for x in operands)
+        is_learned = any(x.is_learned for x in operands)
+        weights = (
+            ()
+            if is_data
+            else tuple(sorted({leaf for x in operands for leaf in x.weights}))
+        )
         size = num_bytes(self.equation.outvars[number].aval)
         return Value(tuple(dims), size, weights, is_data, is_learned)
 
@@ -145,7 +172,8 @@ class Walk:
         return [shape_of(var) for var in self.equation.outvars]
 
     def opaque_dims(self, operands: Sequence[Value]) -> list[Sequence[Dim]]:
-        """Dims of the results of an unknown operation, which needs every operand whole."""
+        """Dims of the results of an unknown operation, which needs every operand
+        whole."""
         self.opaque.setdefault(self.equation.primitive.name, []).append(self.equation)
         for operand in operands:
             self.event("whole", operand.dims, operand)
@@ -161,40 +189,66 @@ class Walk:
         arrays: Sequence[Value] = (),
         along: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Record that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
+        """Record that `sent` is sent if one of `dims`, which are dims of `sent` or of
+        `arrays`, is split."""
         if any(dims):
             of = arrays or (sent,)
-            found = Event(kind, dims, sent, of, self.equation, self.times, unless, self.block, along)
+            found = Event(
+                kind,
+                dims,
+                sent,
+                of,
+                self.equation,
+                self.times,
+                unless,
+                self.block,
+                along,
+            )
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (*sent.sums, found)
 
-    def hand_on(self, before: Sequence[Value], after: Sequence[Value], trips: tuple[int, int] = (1, 1)) -> None:
+    def hand_on(
+        self,
+        before: Sequence[Value],
+        after: Sequence[Value],
+        trips: tuple[int, int] = (1, 1),
+    ) -> None:
         """Record that values are passed unchanged into a body, or out of it.
 
-        `trips`: how often the values `before` are there, and how often the values `after` are.
+        `trips`: how often the values `before` are there, and how often the values
+        `after` are.
         """
         times = (self.times * trips[0], self.times * trips[1])
         for one, other in zip(before, after):
-            self.steps.append(Step(self.equation, self.times, [one], [other], [], handed=times))
+            self.steps.append(
+                Step(self.equation, self.times, [one], [other], [], handed=times)
+            )
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value) -> None:
-        """Unify dims pairwise. Where two do not fit, `value`, which has the dims `second`, would be sent."""
+        """Unify dims pairwise. Where two do not fit, `value`, which has the dims
+        `second`, would be sent."""
         for one, other in zip(first, second):
             if not unify(one, other):
                 self.event("reshard", (one, other), value)
 
     def carry(self, before: Sequence[Value], after: Sequence[Value]) -> None:
-        """Record that a loop passes the values `after` one trip to the next, as the values `before`."""
+        """Record that a loop passes the values `after` one trip to the next, as the
+        values `before`."""
         for one, other in zip(before, after):
             self.same(one.dims, other.dims, other)
             self.carried.append((one, other))
 
-    def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
-        """Record the use of a weight on data, if the two operands are a weight and data."""
+    def use(
+        self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int
+    ) -> None:
+        """Record the use of a weight on data, if the two operands are a weight and
+        data."""
         if data.is_data:
             size = made.num_bytes * self.times
-            self.uses += [Use(n, weight.dims, roles, size, size * depth) for n in weight.weights]
+            self.uses += [
+                Use(n, weight.dims, roles, size, size * depth) for n in weight.weights
+            ]
 
 
 def unknown(aval: AbstractValue) -> Value:
@@ -205,29 +259,42 @@ def unknown(aval: AbstractValue) -> Value:
 Held: TypeAlias = Callable[[int, int | None], float]
 
 WORK = 2.1
-"""A split that divides a whole layer of average depth is worth a sum over devices of this many of the layer's
-results. A pair of square layers, split on two devices, leaves half of its work to the other device, and sends
-two sums, forward and backward: at 2 these are even, and a tie is split. Because worth is measured by the depth
-of the model, a layout hardly changes with the sizes of model, batch and sequence."""
+"""A split that divides a whole layer of average depth is worth a sum over devices of
+this many of the layer's results. A pair of square layers, split on two devices, leaves
+half of its work to the other device, and sends two sums, forward and backward: at 2
+these are even, and a tie is split. Because worth is measured by the depth of the model,
+a layout hardly changes with the sizes of model, batch and sequence."""
 
-LATER = ("convert_element_type", "gather", "reduce_sum", "reshape", "scatter-add", "transpose")
+LATER = (
+    "convert_element_type",
+    "gather",
+    "reduce_sum",
+    "reshape",
+    "scatter-add",
+    "transpose",
+)
 """Linear operations on a sum over devices, which may come before that sum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """All splits of a program over `tensor` devices, with a batch in `num_shards` parts.
+    """All splits of a program over `tensor` devices, with a batch in `num_shards`
+    parts.
 
     Bytes sent are those that one device sends by the ring algorithm.
 
     - `splits`: the splits by index, with the bytes that they send and save.
     - `leads`: says which splits lead a dim.
-    - `clashes`: groups of indices of splits. At most one of each group can be chosen, because they meet in one
-        array.
-    - `work`: for each parameter, its bytes times the number of their uses by one device.
-    - `depth`: the average number of products that each number in this model's activations is the sum of.
-    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
-    - `recomputes`: true if the backward pass computes values again, and so gathers them again.
+    - `clashes`: groups of indices of splits. At most one of each group can be chosen,
+        because they meet in one array.
+    - `work`: for each parameter, its bytes times the number of their uses by one
+        device.
+    - `depth`: the average number of products that each number in this model's
+        activations is the sum of.
+    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the
+        parameter, or none.
+    - `recomputes`: true if the backward pass computes values again, and so gathers them
+        again.
     """
 
     tensor: int
@@ -241,20 +308,29 @@ class Costs:
     recomputes: bool
 
     def freed(self, leaf: int, dim: int) -> float:
-        """Bytes of a parameter that are no longer on a device if this dim of it is split."""
+        """Bytes of a parameter that are no longer on a device if this dim of it is
+        split."""
         return self.held(leaf, None) - self.held(leaf, dim)
 
     def local_bytes(self, value: Value, times: float = 1) -> float:
-        """Bytes of an array on one device if `tensor` does not split it, multiplied by `times`."""
-        return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
+        """Bytes of an array on one device if `tensor` does not split it, multiplied by
+        `times`."""
+        return (
+            value.num_bytes
+            * times
+            / (self.num_shards if self.leads.has_batch(value.dims) else 1)
+        )
 
     def gathered(self, num_bytes: float) -> float:
-        """Bytes sent to gather an array of this size over `tensor`, or to split it along a different dim."""
+        """Bytes sent to gather an array of this size over `tensor`, or to split it
+        along a different dim."""
         return ring_bytes("all-gather", num_bytes, self.tensor)
 
-    def sent_over_batch(self, event: Event, part: float, split: Split | None = None) -> float:
-        """Bytes sent to sum or gather a `part` of an array over the batch axes, and over `tensor` if `split`
-        needs it."""
+    def sent_over_batch(
+        self, event: Event, part: float, split: Split | None = None
+    ) -> float:
+        """Bytes sent to sum or gather a `part` of an array over the batch axes, and
+        over `tensor` if `split` needs it."""
         is_both = split is not None and split.number in self.leads.of(event.dims)
         num_parts = self.num_shards * (self.tensor if is_both else 1)
         kind = "all-reduce" if event.kind in ("sum", "lookup") else "all-gather"
@@ -269,40 +345,56 @@ class Costs:
         if split.number not in self.leads.of(event.dims):
             return 0.0
         if self.leads.over_batch(event):  # one sum over both kinds of axes
-            return self.sent_over_batch(event, 1.0, split) - self.sent_over_batch(event, 1.0)
+            return self.sent_over_batch(event, 1.0, split) - self.sent_over_batch(
+                event, 1.0
+            )
         size = self.local_bytes(event.sent, event.times)
-        if len(split.atoms) > 1 and not any(split.number in self.leads.splitting(x.dims) for x in event.arrays):
-            # An array with only some of several atoms is not split for long: compilers gather it instead of
-            # summing, or sum after all in a loop.
+        if len(split.atoms) > 1 and not any(
+            split.number in self.leads.splitting(x.dims) for x in event.arrays
+        ):
+            # An array with only some of several atoms is not split for long: compilers
+            # gather it instead of summing, or sum after all in a loop.
             if event.kind != "sum":
                 return 0.0
             if event.times > 1:
                 return ring_bytes("all-reduce", size, self._num_summands(split, event))
-            partial = min(x.num_bytes for x in event.arrays if split.number in self.leads.of(x.dims))
+            partial = min(
+                x.num_bytes
+                for x in event.arrays
+                if split.number in self.leads.of(x.dims)
+            )
             return self.gathered(partial / self.num_shards)
         if event.kind in ("sum", "lookup"):
             num = self._num_summands(split, event)
-            is_split = num < self.tensor and split.number in self.leads.of(
-                event.sent.dims
-            )  # by the other atoms
-            return ring_bytes("all-reduce", size * num / self.tensor if is_split else size, num)
-        before, after = (self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless))
+            # By the other atoms:
+            leads = self.leads.of(event.sent.dims)
+            is_split = num < self.tensor and split.number in leads
+            return ring_bytes(
+                "all-reduce", size * num / self.tensor if is_split else size, num
+            )
+        before, after = (
+            self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless)
+        )
         if before and after:
             return 0.0
         if (before or after) and event.kind == "merge":
             return self.gathered(size)  # a reshape across borders needs the whole array
         if before and self.leads.cover(split, event.unless):
-            if before % self.tensor == 0:  # the device that has a piece sends out its parts, ...
+            if before % self.tensor == 0:
+                # The device that has a piece sends out its parts, ...
                 return self.gathered(size / before)
-            return (1 + 1 / before**2) * size / self.tensor  # ... or it comes by permutes of neighbours, ...
+            # ... or it comes by permutes of neighbours, ...
+            return (1 + 1 / before**2) * size / self.tensor
         if after:  # ... and go back by two all-to-alls, as compilers do it
             return 2 * self.gathered(size / self.tensor)
         return 0.0 if self.leads.cover(split, event.unless) else self.gathered(size)
 
     def _num_summands(self, split: Split, event: Event) -> int:
-        """The number of devices that a sum is over: those along the atoms of the split that it has."""
+        """The number of devices that a sum is over: those along the atoms of the split
+        that it has."""
         atoms = {atom for dim in event.dims for atom in resolve(dim)}
-        left, num = self.tensor, 1
+        left = self.tensor
+        num = 1
         for atom in split.atoms:
             num_parts = math.gcd(atom.size, left)
             left //= num_parts
@@ -311,7 +403,12 @@ class Costs:
 
 
 def count(
-    walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held, recomputes: bool
+    walk: Walk,
+    splittable: Sequence[Sequence[Dim]],
+    tensor: int,
+    num_shards: int,
+    held: Held,
+    recomputes: bool,
 ) -> Costs:
     """Weigh every split of the `splittable` dims of parameters."""
     splits = find_splits(splittable, tensor)
@@ -320,7 +417,17 @@ def count(
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
     clashes = _clashes(walk, leads)
-    costs = Costs(tensor, num_shards, splits, leads, clashes, work, depth_of(walk), held, recomputes)
+    costs = Costs(
+        tensor,
+        num_shards,
+        splits,
+        leads,
+        clashes,
+        work,
+        depth_of(walk),
+        held,
+        recomputes,
+    )
     kept = 1 - 1 / tensor
     for event in walk.events:
         if leads.over_batch(event):
@@ -333,14 +440,20 @@ def count(
     _count_doubles(costs, walk)
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
-        split.freed = sum((costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0)
+        split.freed = sum(
+            (costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0
+        )
     return costs
 
 
 def depth_of(walk: Walk) -> float:
     """The mean number of products that an activation of the model is the sum of."""
     products = [use for use in walk.uses if "vocabulary" not in use.roles]
-    return max(1.0, sum(use.work for use in products) / max(sum(use.num_bytes for use in products), 1))
+    return max(
+        1.0,
+        sum(use.work for use in products)
+        / max(sum(use.num_bytes for use in products), 1),
+    )
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
@@ -351,18 +464,36 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
     leads = costs.leads
     for step in walk.steps:
         before = [number for x in step.operands for number in leads.doubled(x.dims)]
-        made = [(x, number) for x in step.results if not x.weights for number in leads.doubled(x.dims)]
+        made = [
+            (x, number)
+            for x in step.results
+            if not x.weights
+            for number in leads.doubled(x.dims)
+        ]
         for value, number in made:
             if number in before:
                 continue
-            smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
-            event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times)
+            smallest = min(
+                step.operands[::-1], key=lambda x: x.num_bytes, default=value
+            )
+            event = Event(
+                "twice", value.dims, smallest, (smallest,), step.equation, step.times
+            )
             step.events.append(event)
-            costs.splits[number].sent.append((event, costs.gathered(costs.local_bytes(smallest, step.times))))
+            costs.splits[number].sent.append(
+                (event, costs.gathered(costs.local_bytes(smallest, step.times)))
+            )
 
 
 def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:
-    values = (*walk.parameters, *(value for step in walk.steps for value in step.results))
-    found = [tuple(sorted(leads.splitting(value.dims))) for value in values if len(value.dims) > 1]
+    values = (
+        *walk.parameters,
+        *(value for step in walk.steps for value in step.results),
+    )
+    found = [
+        tuple(sorted(leads.splitting(value.dims)))
+        for value in values
+        if len(value.dims) > 1
+    ]
     found += map(tuple, leads.of_atom.values())
     return [group for group in dict.fromkeys(found) if len(group) > 1]

@@ -1,1 +1,2 @@
-"""Many processes: they join, agree, and fail together. Nothing here depends on a model or a step."""
+"""Many processes: they join, agree, and fail together. Nothing here depends on a model
+or a step."""

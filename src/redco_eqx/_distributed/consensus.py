@@ -1,8 +1,10 @@
-"""Agreement between processes: facts that one knows, that all must share, and failures that some saw.
+"""Agreement between processes: facts that one knows, that all must share, and failures
+that some saw.
 
-Facts that must be the same are compared through the key-value store of JAX's service. If they differed, the
-processes would wait for each other in a collective, or compute wrong results. Such facts are the arguments of
-`fit`, for example, or the shapes of a batch.
+Facts that must be the same are compared through the key-value store of JAX's service.
+If they differed, the processes would wait for each other in a collective, or compute
+wrong results. Such facts are the arguments of `fit`, for example, or the shapes of a
+batch.
 """
 
 import functools
@@ -30,11 +32,13 @@ T = TypeVar("T")
 
 
 def from_all(value: T) -> list[T]:
-    """Return the values of all processes, in the order of the processes, on every process. The values must be
-    plain JSON."""
+    """Return the values of all processes, in the order of the processes, on every
+    process. The values must be plain JSON."""
     if jax.process_count() == 1:
         return [value]
-    _meet(tuple(range(jax.process_count())), "a decision of all processes", {}, wait=True)
+    _meet(
+        tuple(range(jax.process_count())), "a decision of all processes", {}, wait=True
+    )
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
     padded = np.pad(text, (0, int(sizes.max()) - len(text)))
@@ -43,41 +47,52 @@ def from_all(value: T) -> list[T]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Call `make()` on process 0, and return its result, which must be plain JSON, on all processes.
+    """Call `make()` on process 0, and return its result, which must be plain JSON, on
+    all processes.
 
     An error in `make()` is raised on the other processes as a `RuntimeError`.
     """
     if jax.process_count() == 1:
         return make()
-    text = together(lambda: "" if jax.process_index() else json.dumps(make()), Exception)
+    text = together(
+        lambda: "" if jax.process_index() else json.dumps(make()), Exception
+    )
     return json.loads(from_all(text)[0])
 
 
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
-    """Return `load()`. If the call raises `failure` on one process, the error is raised on every process.
+    """Return `load()`. If the call raises `failure` on one process, the error is raised
+    on every process.
 
     If `failure` is `Exception`, the other processes raise a `RuntimeError`.
     """
-    result, problem = None, None
+    result = None
+    problem = None
     try:
         result = load()
     except failure as error:
         problem = error
-    reasons = from_all(None if problem is None else f"{type(problem).__name__}: {problem}")
+    reasons = from_all(
+        None if problem is None else f"{type(problem).__name__}: {problem}"
+    )
     if problem is not None:
         raise problem
     for process, reason in enumerate(reasons):
         if reason is not None:
-            raise (RuntimeError if failure is Exception else failure)(f"on process {process}: {reason}")
+            raise (RuntimeError if failure is Exception else failure)(
+                f"on process {process}: {reason}"
+            )
     return cast(T, result)
 
 
 class Vote:
-    """A comparison that gives every process the greatest of some small numbers, without waiting.
+    """A comparison that gives every process the greatest of some small numbers, without
+    waiting.
 
-    Each call takes the numbers of this process, and returns the greatest numbers of all processes from a few
-    calls ago. The result is the same on each process if all processes call it at the same steps. The devices
-    compare the numbers between two steps. With one process, a call returns its own numbers at once.
+    Each call takes the numbers of this process, and returns the greatest numbers of all
+    processes from a few calls ago. The result is the same on each process if all
+    processes call it at the same steps. The devices compare the numbers between two
+    steps. With one process, a call returns its own numbers at once.
     """
 
     NUM_BEHIND = 2
@@ -85,11 +100,14 @@ class Vote:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         sharding = NamedSharding(mesh, PartitionSpec())
-        self._greatest = jax.jit(jnp.max, static_argnames="axis", out_shardings=sharding)
+        self._greatest = jax.jit(
+            jnp.max, static_argnames="axis", out_shardings=sharding
+        )
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...] | None:
-        """Return the next answer, or `None` if there is none yet. The n-th answer belongs to the n-th call."""
+        """Return the next answer, or `None` if there is none yet. The n-th answer
+        belongs to the n-th call."""
         if jax.process_count() == 1:
             return numbers
         self._behind.append(self._greatest(_placed(self._mesh, numbers), axis=0))
@@ -102,7 +120,9 @@ class Vote:
 def _placed(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, "devices n"]:
     row = np.array([numbers], np.int32)
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
-    return jax.make_array_from_callback((mesh.size, len(numbers)), sharding, lambda _: row)
+    return jax.make_array_from_callback(
+        (mesh.size, len(numbers)), sharding, lambda _: row
+    )
 
 
 # Facts that must be the same on every process of a mesh.
@@ -122,13 +142,16 @@ def is_shared(mesh: Mesh) -> bool:
 
 
 def check_complete(where: str, mesh: Mesh) -> None:
-    """Raise `ValueError` if the mesh lacks a process, or if processes have different numbers of devices."""
-    here, everywhere = _processes(mesh), Counter(device.process_index for device in jax.devices())
+    """Raise `ValueError` if the mesh lacks a process, or if processes have different
+    numbers of devices."""
+    here = _processes(mesh)
+    everywhere = Counter(device.process_index for device in jax.devices())
     if len(here) < jax.process_count() or len({*everywhere.values()}) > 1:
         raise ValueError(
-            f"{where}: the mesh has devices of the processes {here}, and by process there are "
-            f"{dict(everywhere)} devices. All processes must take part, with as many devices each: see "
-            "local_device_ids of initialize_distributed, and make_mesh()."
+            f"{where}: the mesh has devices of the processes {here}, and by process "
+            f"there are {dict(everywhere)} devices. All processes must take part, with "
+            "as many devices each: see local_device_ids of initialize_distributed, and "
+            "make_mesh()."
         )
 
 
@@ -136,21 +159,27 @@ _NUM_KEPT = 32
 
 # By the processes of a mesh, which number their calls of `agree` alike.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-# Those that wait are kept apart, because a process may still read the newest one after many of the others.
+# Those that wait are kept apart, because a process may still read the newest one after
+# many of the others.
 _keys: defaultdict[tuple[tuple[int, ...], bool], deque[str]] = defaultdict(deque)
 
-# A process makes batches ahead of others, for training and for an evaluation in between.
+# A process makes batches ahead of others, for training and for an evaluation in
+# between.
 _NUM_DUPLICATES = 256
-_duplicate_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_duplicate_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(
+    itertools.count
+)
 _duplicate_keys: deque[str] = deque()
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
-    """Compare facts with the other processes of `mesh`. Does nothing on a mesh of one process.
+    """Compare facts with the other processes of `mesh`. Does nothing on a mesh of one
+    process.
 
-    The n-th calls on any two processes must have the same subject and facts. The first process of the mesh
-    waits for those of all others, and each of the others waits for those of the first. With `wait=False`, they
-    compare only facts that are already known, so of two processes the later one finds a difference.
+    The n-th calls on any two processes must have the same subject and facts. The first
+    process of the mesh waits for those of all others, and each of the others waits for
+    those of the first. With `wait=False`, they compare only facts that are already
+    known, so of two processes the later one finds a difference.
 
     Raises `ValueError`, naming the first fact that differs.
     """
@@ -159,11 +188,14 @@ def agree(mesh: Mesh, subject: str, facts: Facts, *, wait: bool = True) -> None:
         _meet(processes, subject, facts, wait=wait)
 
 
-def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool) -> None:
+def _meet(
+    processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool
+) -> None:
     client = coordination_client()
     if client is None:  # JAX has left the others
         return
-    me, first = jax.process_index(), processes[0]
+    me = jax.process_index()
+    first = processes[0]
     place = f"redco_eqx/agreement/{_name(processes)}/{next(_numbers[processes])}"
     keys = _keys[processes, wait]
     keys.append(f"{place}/{me}/facts")
@@ -172,10 +204,13 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
     if len(keys) > _NUM_KEPT:
         client.key_value_delete(keys.popleft())
     awaited = {*processes} if me == first else {first}
-    pause, longest = 0.001, 0.02 + jax.process_count() / 1000
+    pause = 0.001
+    longest = 0.02 + jax.process_count() / 1000
     with meeting(sorted(awaited)) as waiting:
         while True:
-            found = client.key_value_dir_get(place if me == first else f"{place}/{first}")
+            found = client.key_value_dir_get(
+                place if me == first else f"{place}/{first}"
+            )
             come = {int(path.split("/")[-2]): text for path, text in found}
             for process, text in come.items():
                 _compare((me, subject, facts, where), (process, *json.loads(text)))
@@ -187,45 +222,54 @@ def _meet(processes: tuple[int, ...], subject: str, facts: Facts, *, wait: bool)
 
 
 class Duplicates:
-    """A comparison of results that several processes of `mesh` compute alike, without waiting.
+    """A comparison of results that several processes of `mesh` compute alike, without
+    waiting.
 
-    Each process stores its own result, and then reads those of others. So of two processes, the later one sees
-    both. All processes must create this at the same time, but any thread may use it.
+    Each process stores its own result, and then reads those of others. So of two
+    processes, the later one sees both. All processes must create this at the same time,
+    but any thread may use it.
     """
 
     def __init__(self, mesh: Mesh):
         self._place = ""
         if is_shared(mesh):
             processes = _processes(mesh)
-            self._place = f"redco_eqx/duplicates/{_name(processes)}/{next(_duplicate_numbers[processes])}"
+            number = next(_duplicate_numbers[processes])
+            self._place = f"redco_eqx/duplicates/{_name(processes)}/{number}"
 
     def compare(self, processes: tuple[int, ...], subject: str, facts: Facts) -> None:
-        """Compare the facts about the result `subject` with those of `processes`, which make it, too.
+        """Compare the facts about the result `subject` with those of `processes`, which
+        make it, too.
 
         Raises `ValueError`, naming the first fact that differs.
         """
         client = coordination_client()
         if client is None:  # JAX has left the others
             return
-        me, first = jax.process_index(), processes[0]
+        me = jax.process_index()
+        first = processes[0]
         place = f"{self._place}/{subject}/{_name(processes)}"
         own = f"{place}/{me}/facts"
         client.key_value_set(own, json.dumps(facts))
         _duplicate_keys.append(own)
         while len(_duplicate_keys) > _NUM_DUPLICATES:
             client.key_value_delete(_duplicate_keys.popleft())
-        for path, text in client.key_value_dir_get(place if me == first else f"{place}/{first}"):
+        for path, text in client.key_value_dir_get(
+            place if me == first else f"{place}/{first}"
+        ):
             other = int(path.split("/")[-2])
             found = difference(facts, json.loads(text))
             if found:
                 name, mine, theirs = found
                 names = process_names()
                 raise ValueError(
-                    f"{subject}: the rows of {name} have the checksum {mine} on {names[me]}, but {theirs} on "
-                    f"{names[other]}. The devices of both need these rows, so collate_fn makes them on each, "
-                    "and must return the same numbers. Draw its random numbers from a generator whose seed "
-                    "comes from the example, as np.random.default_rng(index), or draw them in loss_fn from "
-                    "its key."
+                    f"{subject}: the rows of {name} have the checksum {mine} on "
+                    f"{names[me]}, but {theirs} on {names[other]}. The devices of both "
+                    "need these rows, so collate_fn makes them on each, and must "
+                    "return the same numbers. Draw its random numbers from a generator "
+                    "whose seed comes from the example, as "
+                    "np.random.default_rng(index), or draw them in loss_fn from its "
+                    "key."
                 )
 
 
@@ -235,13 +279,16 @@ def _name(processes: tuple[int, ...]) -> int:
 
 def _compare(*both: tuple[int, str, Facts, str]) -> None:
     # Keep the order of the processes, so that all of them report the same.
-    (one, here, this, first_place), (other, there, that, second_place) = sorted(both, key=lambda x: x[0])
-    one, other = process_names()[one], process_names()[other]
+    (one, here, this, first_place), (other, there, that, second_place) = sorted(
+        both, key=lambda x: x[0]
+    )
+    one = process_names()[one]
+    other = process_names()[other]
     if here != there:
         raise ValueError(
-            f"{here} has been reached on {one}, but {there} on {other}. Each process must make the same calls "
-            f"of the library, in the same order. The first is at {first_place}; the second is at "
-            f"{second_place}."
+            f"{here} has been reached on {one}, but {there} on {other}. Each process "
+            "must make the same calls of the library, in the same order. The first is "
+            f"at {first_place}; the second is at {second_place}."
         )
     if found := difference(this, that):
         name, mine, theirs = found
@@ -249,13 +296,14 @@ def _compare(*both: tuple[int, str, Facts, str]) -> None:
     else:
         return
     raise ValueError(
-        f"{problem}. Each process must be given the same state, examples, functions and options, and "
-        "collate rows to the same shape (pad text to a fixed length)."
+        f"{problem}. Each process must be given the same state, examples, functions "
+        "and options, and collate rows to the same shape (pad text to a fixed length)."
     )
 
 
 def difference(this: Facts, that: Facts) -> tuple[str, str, str] | None:
-    """Return the name of the first fact that differs, and its two values. Return `None` if all are the same."""
+    """Return the name of the first fact that differs, and its two values. Return `None`
+    if all are the same."""
     for name in this | that:
         values = this.get(name, "missing"), that.get(name, "missing")
         if values[0] != values[1]:

@@ -1,8 +1,9 @@
-"""The two halves of a Megatron-split pair of layers: column and row, with their communication.
+"""The two halves of a Megatron-split pair of layers: column and row, with their
+communication.
 
-They change the communication, never the result: for any layout of the arrays, the result is the same as if the
-layers were applied one by one. On one device, and on a mesh with a `tensor` axis of size 1, the layers are
-applied one by one.
+They change the communication, never the result: for any layout of the arrays, the
+result is the same as if the layers were applied one by one. On one device, and on a
+mesh with a `tensor` axis of size 1, the layers are applied one by one.
 """
 
 import dataclasses
@@ -25,17 +26,21 @@ from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 
 
 def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
-    """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
+    """The mesh of the first array that has one, if its axes are all Auto; otherwise
+    `None`.
 
-    Under a trace, an array no longer knows its spec. It does know its mesh, if it was committed to one (or is a
-    `ShapeDtypeStruct` with a sharding). `None` means one device, or the inside of a `shard_map`.
+    Under a trace, an array no longer knows its spec. It does know its mesh, if it was
+    committed to one (or is a `ShapeDtypeStruct` with a sharding). `None` means one
+    device, or the inside of a `shard_map`.
     """
     for x in jax.tree.leaves(trees):
         if isinstance(x, jax.Array):
             mesh: AbstractMesh = jax.typeof(x).sharding.mesh
             if not mesh.empty:
                 known = any(axis in mesh.shape for axis in AXES)
-                return mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
+                return (
+                    mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
+                )
     return None
 
 
@@ -45,31 +50,38 @@ def tensor_size(mesh: AbstractMesh | None) -> int:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
-    """The axes that split a batch of this size: all batch axes, or `None` if they do not divide it."""
+    """The axes that split a batch of this size: all batch axes, or `None` if they do
+    not divide it."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
 
 
-# Sums over devices inside a `shard_map` and their transposes, in a form that every compiler accepts.
+# Sums over devices inside a `shard_map` and their transposes, in a form that every
+# compiler accepts.
 
 
 Axes = str | Sequence[str]
 
 
 def psum(x: Array, axes: Axes) -> Array:
-    """`jax.lax.psum`; on CPU a bfloat16 sum is taken in float32. Without axes, it returns `x`."""
+    """`jax.lax.psum`; on CPU a bfloat16 sum is taken in float32. Without axes, it
+    returns `x`."""
     return _in_float32_on_cpu(jax.lax.psum, x, axes)
 
 
 def vary(x: Array, axes: Axes) -> Array:
-    """Mark `x` as different on each device along `axes`, so that its gradient is a single `psum` over them."""
+    """Mark `x` as different on each device along `axes`, so that its gradient is a
+    single `psum` over them."""
     return _in_float32_on_cpu(functools.partial(jax.lax.pcast, to="varying"), x, axes)
 
 
-def _in_float32_on_cpu(function: Callable[[Array, Axes], Array], x: Array, axes: Axes) -> Array:
-    # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the process on a bfloat16 sum
-    # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. The
-    # platform is known only when the program is lowered.
+def _in_float32_on_cpu(
+    function: Callable[[Array, Axes], Array], x: Array, axes: Axes
+) -> Array:
+    # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the
+    # process on a bfloat16 sum ("Invalid binary instruction opcode copy"): jaxlib
+    # 0.10.2 and 0.12.0, no upstream issue known. The platform is known only when the
+    # program is lowered.
     if x.dtype != jnp.bfloat16 or not axes:
         return function(x, axes)
     return jax.lax.platform_dependent(
@@ -79,7 +91,8 @@ def _in_float32_on_cpu(function: Callable[[Array, Axes], Array], x: Array, axes:
     )
 
 
-# The arrays of one Linear-like layer, cut over the `tensor` axis for use inside a `shard_map`.
+# The arrays of one Linear-like layer, cut over the `tensor` axis for use inside a
+# `shard_map`.
 
 
 Layer: TypeAlias = Callable[[Array], Array]
@@ -88,9 +101,11 @@ Layer: TypeAlias = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """A layer in parts: a tree of arrays that a `shard_map` cuts by `specs`, and a tree of everything else.
+    """A layer in parts: a tree of arrays that a `shard_map` cuts by `specs`, and a tree
+    of everything else.
 
-    - `bias`: the bias that a row split adds after the sum over shards. The layer then has zeros in its place.
+    - `bias`: the bias that a row split adds after the sum over shards. The layer then
+        has zeros in its place.
     """
 
     arrays: PyTree[Array]
@@ -104,15 +119,19 @@ class SplitLayer:
 
 
 def marked(x: Array) -> Array:
-    """Mark `x` in a traced program by a copy, which compiles to nothing, in the current scope."""
+    """Mark `x` in a traced program by a copy, which compiles to nothing, in the current
+    scope."""
     return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
-def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
-    """Cut a layer over its outputs (column) or inputs (row). Return `None` if it cannot be cut.
+def split_layer(
+    layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int
+) -> SplitLayer | None:
+    """Cut a layer over its outputs (column) or inputs (row). Return `None` if it cannot
+    be cut.
 
-    It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
-    features on that side divide evenly into units and shards.
+    It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and
+    LoRA branch), and the features on that side divide evenly into units and shards.
     """
     from redco_eqx._sharding.matrices import read_model  # only if a layer is split
 
@@ -124,15 +143,21 @@ def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, 
     is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
     if not is_linear or features % (num_shards * unit):
         return None
-    own, bias = to_arrays(layer), None
+    own = to_arrays(layer)
+    bias = None
     if own.keys() != dims.keys():
         return None
     if split == "row" and matrix.bias is not None:
         bias = own[matrix.bias.path]
         layer = from_arrays(layer, {**own, matrix.bias.path: jnp.zeros_like(bias)})
     arrays, static = eqx.partition(layer, is_array)
-    cut = [PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(dims.get, own)]
-    return SplitLayer(arrays, static, jax.tree.unflatten(jax.tree.structure(arrays), cut), bias)
+    cut = [
+        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor")
+        for d in map(dims.get, own)
+    ]
+    return SplitLayer(
+        arrays, static, jax.tree.unflatten(jax.tree.structure(arrays), cut), bias
+    )
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
@@ -152,32 +177,42 @@ Remat: TypeAlias = Literal["none", "full", "row_out"]
 """The activations that a backward pass keeps, as for [`scan_layers`][]."""
 
 
-# The scopes tell an analysis of the program which results are added before they are summed over the shards.
+# The scopes tell an analysis of the program which results are added before they are
+# summed over the shards.
 @jax.named_scope("redco_eqx.column")
 def column(
-    x: Inexact[Array, "*batch in"], *layers: Layer, unit: int = 1, sequence_parallel: bool = False
+    x: Inexact[Array, "*batch in"],
+    *layers: Layer,
+    unit: int = 1,
+    sequence_parallel: bool = False,
 ) -> tuple[Inexact[Array, "..."], ...]:
-    """Apply sibling projections of one input, split by their outputs: query, key and value, or gate and up.
+    """Apply sibling projections of one input, split by their outputs: query, key and
+    value, or gate and up.
 
-    The forward pass communicates nothing. The backward pass adds up the gradients of `x` over the siblings
-    first, and then over the shards, in **one** all-reduce of the size of `x`, with every compiler. Separate
-    layers would need one all-reduce per sibling if the compiler does not merge them (as on CPU).
+    The forward pass communicates nothing. The backward pass adds up the gradients of
+    `x` over the siblings first, and then over the shards, in **one** all-reduce of the
+    size of `x`, with every compiler. Separate layers would need one all-reduce per
+    sibling if the compiler does not merge them (as on CPU).
 
     ```python
     attention = eqx.nn.MultiheadAttention(8, 64, key=key)
-    q, k, v = rx.layers.column(x, attention.query_proj, attention.key_proj, attention.value_proj, unit=8)
+    projections = attention.query_proj, attention.key_proj, attention.value_proj
+    q, k, v = rx.layers.column(x, *projections, unit=8)
     ```
 
     **Arguments:**
 
     - `x`: the input of all layers.
-    - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), a module that you wrote with a
-        `weight` or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide evenly.
-        Anything else, such as a function, is applied as it is.
-    - `unit`: the number of neighbouring outputs that belong together, such as the size of a head. A layer is
-        split only if its number of units divides evenly, as in `shard_rules`.
-    - `sequence_parallel`: pass true if `x` is split over `tensor` along dim 1 of `(batch, length, features)`.
-        `x` is gathered here, and its gradient is reduced and scattered, each with the size of the whole `x`.
+    - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), a module
+        that you wrote with a `weight` or `kernel`, or either with a LoRA branch. A
+        layer is split if its outputs divide evenly. Anything else, such as a function,
+        is applied as it is.
+    - `unit`: the number of neighbouring outputs that belong together, such as the size
+        of a head. A layer is split only if its number of units divides evenly, as in
+        `shard_rules`.
+    - `sequence_parallel`: pass true if `x` is split over `tensor` along dim 1 of
+        `(batch, length, features)`. `x` is gathered here, and its gradient is reduced
+        and scattered, each with the size of the whole `x`.
 
     **Returns:**
 
@@ -189,7 +224,8 @@ def column(
     """
     mesh = traced_mesh(layers, x)
     if mesh is None or tensor_size(mesh) == 1:
-        # The mark shows analyses without a mesh that the gradients of siblings are added up here.
+        # The mark shows analyses without a mesh that the gradients of siblings are
+        # added up here.
         x = marked(x) if len(layers) > 1 else x
         return tuple(apply(layer, x) for layer in layers)
     if sequence_parallel:
@@ -197,25 +233,40 @@ def column(
     splits = [split_layer(layer, "column", tensor_size(mesh), unit) for layer in layers]
     found = [split for split in splits if split is not None]
     outputs = iter(_column(x, found, mesh, sequence_parallel) if found else ())
-    return tuple(apply(layer, x) if split is None else next(outputs) for layer, split in zip(layers, splits))
+    return tuple(
+        apply(layer, x) if split is None else next(outputs)
+        for layer, split in zip(layers, splits)
+    )
 
 
-def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
+def _column(
+    x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool
+) -> list[Array]:
     def body(x: Array, arrays: list[PyTree[Array]]) -> list[Array]:
-        # `vary` transposes to one sum over the shards, after the siblings' gradients are added.
-        x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if sequence_parallel else vary(x, "tensor")
+        # `vary` transposes to one sum over the shards, after the siblings' gradients
+        # are added.
+        x = (
+            jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+            if sequence_parallel
+            else vary(x, "tensor")
+        )
         return [split.apply(own, x) for split, own in zip(splits, arrays)]
 
-    arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
+    arrays = [split.arrays for split in splits]
+    specs = [split.specs for split in splits]
     ranks = [jax.eval_shape(split.apply, split.arrays, x).ndim for split in splits]
-    # Beside automatic axes, gathers and scatters over a manual axis become other operations.
+    # Beside automatic axes, gathers and scatters over a manual axis become other
+    # operations.
     rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
     inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
     return jax.shard_map(
         body,
         mesh=mesh,
         in_specs=(inner, specs),
-        out_specs=[PartitionSpec(*[rows, *[None] * rank][: rank - 1], "tensor") for rank in ranks],
+        out_specs=[
+            PartitionSpec(*[rows, *[None] * rank][: rank - 1], "tensor")
+            for rank in ranks
+        ],
         axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
     )(x, arrays)
 
@@ -228,11 +279,13 @@ def row(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> Inexact[Array, "*batch out"]:
-    """Close a column split with a projection that is split by its inputs, and sum its output over the shards.
+    """Close a column split with a projection that is split by its inputs, and sum its
+    output over the shards.
 
-    In the forward pass, the sum is one all-reduce of the size of the output. The backward pass communicates
-    nothing. The output is named `row_out`. The rematerialisation policy of that name (see [`scan_layers`][])
-    keeps it, because computing it again would communicate again.
+    In the forward pass, the sum is one all-reduce of the size of the output. The
+    backward pass communicates nothing. The output is named `row_out`. The
+    rematerialisation policy of that name (see [`scan_layers`][]) keeps it, because
+    computing it again would communicate again.
 
     ```python
     (hidden,) = rx.layers.column(x, mlp.layers[0])
@@ -242,41 +295,68 @@ def row(
     **Arguments:**
 
     - `x`: the input, or several inputs, one per layer.
-    - `layer`: a Linear-like module, as for `column`, or several modules, whose outputs are added. Attention and
-        MLP side by side then share **one** all-reduce.
+    - `layer`: a Linear-like module, as for `column`, or several modules, whose outputs
+        are added. Attention and MLP side by side then share **one** all-reduce.
     - `unit`: as for `column`.
-    - `sequence_parallel`: splits the output over `tensor` along dim 1. It is then reduced and scattered instead
-        of reduced.
+    - `sequence_parallel`: splits the output over `tensor` along dim 1. It is then
+        reduced and scattered instead of reduced.
 
     **Raises:**
 
-    `ValueError` if the length does not divide evenly under `sequence_parallel`, or if the number of inputs
-    differs from the number of layers.
+    `ValueError` if the length does not divide evenly under `sequence_parallel`, or if
+    the number of inputs differs from the number of layers.
     """
     xs = list(x) if isinstance(x, Sequence) else [x]
     layers = list(layer) if isinstance(layer, Sequence) else [layer]
     if len(xs) != len(layers) or not xs:
-        raise ValueError(f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each layer.")
+        raise ValueError(
+            f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each "
+            "layer."
+        )
     mesh = traced_mesh(layers, xs)
-    if mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel):
-        return checkpoint_name(_added([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
+    if (
+        mesh is None
+        or tensor_size(mesh) == 1
+        or (len(xs) == 1 and not sequence_parallel)
+    ):
+        return checkpoint_name(
+            _added([apply(one, x) for x, one in zip(xs, layers)]), "row_out"
+        )
     if sequence_parallel:
         for one in xs:
             check_sequence("row", one, mesh)
     splits = [split_layer(one, "row", tensor_size(mesh), unit) for one in layers]
     found = [(x, split) for x, split in zip(xs, splits) if split is not None]
-    outputs = [apply(one, x) for x, one, split in zip(xs, layers, splits) if split is None]
+    outputs = [
+        apply(one, x) for x, one, split in zip(xs, layers, splits) if split is None
+    ]
     if found:
-        outputs.append(_row([x for x, _ in found], [split for _, split in found], mesh, sequence_parallel))
+        outputs.append(
+            _row(
+                [x for x, _ in found],
+                [split for _, split in found],
+                mesh,
+                sequence_parallel,
+            )
+        )
     outputs += [split.bias for _, split in found if split.bias is not None]
     return checkpoint_name(_added(outputs), "row_out")
 
 
-def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
+def _row(
+    xs: list[Array],
+    splits: list[SplitLayer],
+    mesh: AbstractMesh,
+    sequence_parallel: bool,
+) -> Array:
     def body(xs: list[Array], arrays: list[PyTree[Array]]) -> Array:
-        total = _added([split.apply(own, x) for x, split, own in zip(xs, splits, arrays)])
+        total = _added(
+            [split.apply(own, x) for x, split, own in zip(xs, splits, arrays)]
+        )
         if sequence_parallel:
-            return jax.lax.psum_scatter(total, "tensor", scatter_dimension=1, tiled=True)
+            return jax.lax.psum_scatter(
+                total, "tensor", scatter_dimension=1, tiled=True
+            )
         return psum(total, "tensor")
 
     rows = batch_axes(mesh, xs[0].shape[0]) if sequence_parallel else None
@@ -284,10 +364,15 @@ def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence
         body,
         mesh=mesh,
         in_specs=(
-            [PartitionSpec(*[rows, *[None] * x.ndim][: x.ndim - 1], "tensor") for x in xs],
+            [
+                PartitionSpec(*[rows, *[None] * x.ndim][: x.ndim - 1], "tensor")
+                for x in xs
+            ],
             [split.specs for split in splits],
         ),
-        out_specs=PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(),
+        out_specs=PartitionSpec(rows, "tensor")
+        if sequence_parallel
+        else PartitionSpec(),
         axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
     )(xs, [split.arrays for split in splits])
 
@@ -301,7 +386,7 @@ def check_sequence(name: str, x: Array, mesh: AbstractMesh | None) -> None:
     size = tensor_size(mesh)
     if x.ndim < 3 or x.shape[1] % size:
         raise ValueError(
-            f"{name}: sequence_parallel=True splits dim 1 of (batch, length, features) over tensor={size}, but "
-            f"the input has shape {tuple(x.shape)}. Pad the length to a multiple of {size}, or pass "
-            "sequence_parallel=False."
+            f"{name}: sequence_parallel=True splits dim 1 of (batch, length, features) "
+            f"over tensor={size}, but the input has shape {tuple(x.shape)}. Pad the "
+            f"length to a multiple of {size}, or pass sequence_parallel=False."
         )

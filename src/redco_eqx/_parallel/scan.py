@@ -1,4 +1,5 @@
-"""`scan_layers`: apply layers one after another, with little communication and memory."""
+"""`scan_layers`: apply layers one after another, with little communication and
+memory."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, get_args
@@ -12,20 +13,30 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import describe, is_array, leaves_with_paths
-from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, marked, tensor_size, traced_mesh
+from redco_eqx._parallel.linear import (
+    Remat,
+    batch_axes,
+    check_sequence,
+    marked,
+    tensor_size,
+    traced_mesh,
+)
 from redco_eqx._sharding.mesh import axis_size
 
-# Policies of `jax.checkpoint`: they decide which values a backward pass keeps, and which it computes again.
+# Policies of `jax.checkpoint`: they decide which values a backward pass keeps, and
+# which it computes again.
 
 
 Policy: TypeAlias = Callable[..., bool]
-"""`(primitive, *types of its operands, **params) -> bool`: true if the results are kept."""
+"""`(primitive, *types of its operands, **params) -> bool`: true if the results are
+kept."""
 
 
 def only_real(policy: Policy) -> Policy:
-    """Return `policy`, except that complex values are computed again: JAX rounds kept values, but cannot round
-    these."""
-    # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
+    """Return `policy`, except that complex values are computed again: JAX rounds kept
+    values, but cannot round these."""
+    # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no
+    # upstream issue known.
 
     def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
         is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)
@@ -39,11 +50,14 @@ keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"
 
 @only_real
 def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
-    """Keep the results of matrix products and convolutions, but no gathered weights and no cheap results."""
+    """Keep the results of matrix products and convolutions, but no gathered weights and
+    no cheap results."""
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
-keep_products_and_row_out = jax.checkpoint_policies.save_from_both_policies(keep_products, keep_row_out)
+keep_products_and_row_out = jax.checkpoint_policies.save_from_both_policies(
+    keep_products, keep_row_out
+)
 """Keeps the results of matrix products, and the outputs of [`row`][]."""
 
 
@@ -61,42 +75,47 @@ def scan_layers(
 ) -> X:
     """Apply layers one after another: `x = layer_fn(layer, x)`.
 
-    Between layers, `x` stays split over the batch and whole over its features, so that the compiler moves
-    weights, which are small, instead of activations. Under `train_step`, `eval_step` and `predict_step`,
-    weights that are split over `fsdp` are gathered when their layer begins, once in the forward pass and again
-    in the backward pass, and gradients are reduce-scattered. This sends three times the bytes of the weights,
-    and at most one layer is gathered at a time (ZeRO-3). Outside a step, the compiler decides when to gather,
-    and gathers a whole stack. `scan_layers` itself communicates nothing over `tensor`; see [`column`][] and
-    [`row`][] for the communication of the layers.
+    Between layers, `x` stays split over the batch and whole over its features, so that
+    the compiler moves weights, which are small, instead of activations. Under
+    `train_step`, `eval_step` and `predict_step`, weights that are split over `fsdp` are
+    gathered when their layer begins, once in the forward pass and again in the backward
+    pass, and gradients are reduce-scattered. This sends three times the bytes of the
+    weights, and at most one layer is gathered at a time (ZeRO-3). Outside a step, the
+    compiler decides when to gather, and gathers a whole stack. `scan_layers` itself
+    communicates nothing over `tensor`; see [`column`][] and [`row`][] for the
+    communication of the layers.
 
     ```python
     def block(mlp, x):
         (hidden,) = rx.layers.column(x, mlp.layers[0])
         return x + rx.layers.row(jax.nn.gelu(hidden), mlp.layers[1])
 
-    blocks = eqx.filter_vmap(make_mlp)(jax.random.split(key, 12))          # twelve, stacked
+    blocks = eqx.filter_vmap(make_mlp)(jax.random.split(key, 12))  # twelve, stacked
     x = rx.layers.scan_layers(block, blocks, x, remat="row_out")
     ```
 
     **Arguments:**
 
     - `layer_fn`: `(layer, x) -> x`.
-    - `layers`: a list of layers, which is unrolled, or a stack, which is scanned, so that compile time does not
-        grow with depth. In a stack, all arrays have a leading dimension for the layers (as from
-        `eqx.filter_vmap`). Put anything else that differs between layers next to the layers:
-        `{"block": stack, "key": keys}`, or a list of such dicts. For a single layer in your own loop, pass a
-        list of one.
+    - `layers`: a list of layers, which is unrolled, or a stack, which is scanned, so
+        that compile time does not grow with depth. In a stack, all arrays have a
+        leading dimension for the layers (as from `eqx.filter_vmap`). Put anything else
+        that differs between layers next to the layers: `{"block": stack, "key": keys}`,
+        or a list of such dicts. For a single layer in your own loop, pass a list of
+        one.
     - `x`: the PyTree of arrays that flows through the layers.
-    - `remat`: the activations that the backward pass keeps; it recomputes the others. `none` keeps all
-        activations (under `fsdp`, only the results of matrix products, because the operations between them are
-        cheap, and gathered weights must not be kept). `full` keeps only `x` at each layer. `row_out` also keeps
-        the outputs of `row`, so that no sum over `tensor` is repeated.
-    - `batched`: true if the leading dimension is the batch. Pass one value for all of `x`, or a prefix of its
-        tree. Pass `False` under a `vmap` over examples, and `None` for parts with an open layout:
+    - `remat`: the activations that the backward pass keeps; it recomputes the others.
+        `none` keeps all activations (under `fsdp`, only the results of matrix products,
+        because the operations between them are cheap, and gathered weights must not be
+        kept). `full` keeps only `x` at each layer. `row_out` also keeps the outputs of
+        `row`, so that no sum over `tensor` is repeated.
+    - `batched`: true if the leading dimension is the batch. Pass one value for all of
+        `x`, or a prefix of its tree. Pass `False` under a `vmap` over examples, and
+        `None` for parts with an open layout:
         `scan_layers(fn, layers, (x, cache), batched=(True, None))`.
     - `sequence_parallel`: also splits `x` between layers over `tensor` along dim 1 of
-        `(batch, length, features)`, so that kept activations take proportionally less memory. Also pass it to
-        `column` and `row`.
+        `(batch, length, features)`, so that kept activations take proportionally less
+        memory. Also pass it to `column` and `row`.
 
     **Returns:**
 
@@ -104,9 +123,9 @@ def scan_layers(
 
     **Raises:**
 
-    `ValueError` if `remat` is not one of the known values, if the arrays of `layers` differ in their leading
-    dimension, or if `sequence_parallel` is set and the sequence length is not divisible by the size of
-    `tensor`.
+    `ValueError` if `remat` is not one of the known values, if the arrays of `layers`
+    differ in their leading dimension, or if `sequence_parallel` is set and the sequence
+    length is not divisible by the size of `tensor`.
     """
     check_remat(remat)
     is_list = isinstance(layers, list | tuple)
@@ -115,7 +134,9 @@ def scan_layers(
 
     def hold(x: X) -> X:
         def one(is_batched: bool | None, part: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: _held(x, mesh, is_batched, sequence_parallel), part)
+            return jax.tree.map(
+                lambda x: _held(x, mesh, is_batched, sequence_parallel), part
+            )
 
         return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
 
@@ -125,15 +146,17 @@ def scan_layers(
         return hold(layer_fn(layer, hold(x)))
 
     if policy is not None:
-        # Inside a scan, the compiler cannot merge anything with the forward pass, so nothing needs to prevent
-        # it.
+        # Inside a scan, the compiler cannot merge anything with the forward pass, so
+        # nothing needs to prevent it.
         apply = eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
     if is_list:
         for layer in layers:
             x = apply(layer, x)
         return x
     arrays, static = eqx.partition(layers, eqx.is_array)
-    x, _ = jax.lax.scan(lambda x, own: (apply(eqx.combine(own, static), x), None), x, arrays)
+    x, _ = jax.lax.scan(
+        lambda x, own: (apply(eqx.combine(own, static), x), None), x, arrays
+    )
     return x
 
 
@@ -152,9 +175,19 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
     return keep_products_and_row_out if has_fsdp else None
 
 
-def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool | None, sequence_parallel: bool) -> PyTree:
+def _held(
+    x: PyTree,
+    mesh: AbstractMesh | None,
+    is_batched: bool | None,
+    sequence_parallel: bool,
+) -> PyTree:
     """Give an array its layout between layers. Anything else stays as it is."""
-    if is_batched is None or not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
+    if (
+        is_batched is None
+        or not is_array(x)
+        or x.ndim < 2
+        or (mesh is not None and mesh.size == 1)
+    ):
         return x
     if mesh is None:
         with jax.named_scope("redco_eqx.stream"):
@@ -168,24 +201,30 @@ def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool | None, sequenc
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
-    """Raise `ValueError` if there are no layers, or if the arrays of a stack disagree on their number."""
-    arrays = {path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)}
+    """Raise `ValueError` if there are no layers, or if the arrays of a stack disagree
+    on their number."""
+    arrays = {
+        path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)
+    }
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}
     else:
-        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()} or {"layers": 0}
+        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()} or {
+            "layers": 0
+        }
     first = next(iter(sizes))
     for path, size in sizes.items():
         if size == 0:
             what = f"{path}, {describe(arrays[path])}," if path in arrays else path
             raise ValueError(
-                f"scan_layers: {what} has no layers. Pass a list of layers, or a stack, in which the leading "
-                "dim of every array is the number of layers. If it is a plain number in the model, plain "
-                "jax.jit (grad, vmap) has turned it into an array: use eqx.filter_jit (filter_grad, "
+                f"scan_layers: {what} has no layers. Pass a list of layers, or a "
+                "stack, in which the leading dim of every array is the number of "
+                "layers. If it is a plain number in the model, plain jax.jit (grad, "
+                "vmap) has turned it into an array: use eqx.filter_jit (filter_grad, "
                 "filter_vmap), which leaves it alone."
             )
         if size != sizes[first]:
             raise ValueError(
-                f"scan_layers: {first} has {sizes[first]} layers, but {path} has {size}. The leading dim of "
-                "every array must be the number of layers."
+                f"scan_layers: {first} has {sizes[first]} layers, but {path} has "
+                f"{size}. The leading dim of every array must be the number of layers."
             )

@@ -1,4 +1,5 @@
-"""Both ends of a language model with a split vocabulary: the lookup and the cross-entropy."""
+"""Both ends of a language model with a split vocabulary: the lookup and the
+cross-entropy."""
 
 import functools
 from typing import TypeAlias
@@ -28,17 +29,21 @@ from redco_eqx._sharding.mesh import axes_of, axis_size
 
 @jax.named_scope("redco_eqx.embed")
 def embed(
-    table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
+    table: Float[Array, "rows size"],
+    ids: Int[Array, "*batch"],
+    *,
+    sequence_parallel: bool = False,
 ) -> Float[Array, "*batch size"]:
     """Look up rows of an embedding table that is split over its rows (the vocabulary).
 
-    The result equals `jnp.take(table, ids, axis=0)`. On every mesh, a negative id counts from the end, and an
-    id outside the table gives NaN.
+    The result equals `jnp.take(table, ids, axis=0)`. On every mesh, a negative id
+    counts from the end, and an id outside the table gives NaN.
 
-    Over `tensor`, each shard looks up the rows that it holds, and one all-reduce of the size of the result adds
-    these up. Over `fsdp`, the width of the table is gathered, and the gradient is reduced and scattered.
-    Without this block, the compiler would gather the batch. Use plain indexing for a table that is not split,
-    such as one of positions.
+    Over `tensor`, each shard looks up the rows that it holds, and one all-reduce of the
+    size of the result adds these up. Over `fsdp`, the width of the table is gathered,
+    and the gradient is reduced and scattered. Without this block, the compiler would
+    gather the batch. Use plain indexing for a table that is not split, such as one of
+    positions.
 
     ```python
     x = rx.layers.embed(table, tokens)
@@ -47,9 +52,11 @@ def embed(
     **Arguments:**
 
     - `table`: one row per token.
-    - `ids`: `(batch, length)`. For any other rank (as under a `vmap`), the compiler decides the layout.
-    - `sequence_parallel`: splits the result over `tensor` along dim 1. It is then reduced and scattered instead
-        of reduced. If the rows of the table do not divide evenly over `tensor`, the result is whole.
+    - `ids`: `(batch, length)`. For any other rank (as under a `vmap`), the compiler
+        decides the layout.
+    - `sequence_parallel`: splits the result over `tensor` along dim 1. It is then
+        reduced and scattered instead of reduced. If the rows of the table do not divide
+        evenly over `tensor`, the result is whole.
 
     **Raises:**
 
@@ -58,15 +65,20 @@ def embed(
     mesh = traced_mesh(table, ids)
     if sequence_parallel and tensor_size(mesh) > 1:
         check_sequence("embed", ids[..., None], mesh)
-    rows = batch_axes(mesh, ids.shape[0]) if mesh is not None and ids.ndim == 2 else None
+    rows = (
+        batch_axes(mesh, ids.shape[0]) if mesh is not None and ids.ndim == 2 else None
+    )
     is_cut = tensor_size(mesh) > 1 and table.shape[0] % tensor_size(mesh) == 0
     sequence_parallel = sequence_parallel and is_cut
-    if mesh is None or not (sequence_parallel or (rows and (is_cut or axis_size(mesh, "fsdp") > 1))):
+    if mesh is None or not (
+        sequence_parallel or (rows and (is_cut or axis_size(mesh, "fsdp") > 1))
+    ):
         return jnp.take(table, ids, axis=0)
     spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
 
     def body(table: Array, ids: Array) -> Array:
-        table = _vary(table, spec, rows or ())  # sums the gradient over the devices once, at the end
+        # Sums the gradient over the devices once, at the end.
+        table = _vary(table, spec, rows or ())
         if not is_cut:
             return jnp.take(table, ids, axis=0)
         ids = _wide(ids)
@@ -74,14 +86,18 @@ def embed(
         own, is_read = _own_rows(ids, table.shape[0], "tensor")
         found = jnp.where(is_read[..., None], jnp.take(table, own, axis=0), 0)
         if sequence_parallel:
-            return jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
+            return jax.lax.psum_scatter(
+                found, "tensor", scatter_dimension=1, tiled=True
+            )
         return jax.lax.psum(found, "tensor")
 
     return jax.shard_map(
         body,
         mesh=mesh,
         in_specs=(spec, PartitionSpec(rows)),
-        out_specs=PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows),
+        out_specs=PartitionSpec(rows, "tensor")
+        if sequence_parallel
+        else PartitionSpec(rows),
     )(table, ids)
 
 
@@ -100,32 +116,37 @@ def cross_entropy(
     num_chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Mean:
-    """Apply the head, and compute the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32.
+    """Apply the head, and compute the mean cross-entropy of `labels` under
+    `softmax(head(hidden))`, in float32.
 
-    Over `tensor`, the logits stay split over the vocabulary. The forward pass reduces three numbers for each
-    token. The backward pass has one all-reduce of the size of `hidden`. Neither the batch nor the logits are
-    gathered. Over `fsdp`, the head is gathered once, and its gradient is reduced and scattered once, for any
-    number of chunks.
+    Over `tensor`, the logits stay split over the vocabulary. The forward pass reduces
+    three numbers for each token. The backward pass has one all-reduce of the size of
+    `hidden`. Neither the batch nor the logits are gathered. Over `fsdp`, the head is
+    gathered once, and its gradient is reduced and scattered once, for any number of
+    chunks.
 
     ```python
-    loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])    # the table is also the head
+    # The table is also the head.
+    loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])
     ```
 
     **Arguments:**
 
-    - `hidden`: `(batch, length, size)`, the input of the head. For any other rank (as under a `vmap`), the
-        compiler decides the layout.
-    - `head`: a Linear-like module, or an array with one row per token (the table of a tied embedding).
-    - `labels`: the correct next token at each position. A label that is negative or beyond the vocabulary gives
-        NaN.
-    - `weights`: the weight of each token; 1 by default. A token with weight 0 adds nothing to the loss or to
-        the gradients of `hidden` and `head`, whatever its label, even if its hidden state or logits are NaN.
+    - `hidden`: `(batch, length, size)`, the input of the head. For any other rank (as
+        under a `vmap`), the compiler decides the layout.
+    - `head`: a Linear-like module, or an array with one row per token (the table of a
+        tied embedding).
+    - `labels`: the correct next token at each position. A label that is negative or
+        beyond the vocabulary gives NaN.
+    - `weights`: the weight of each token; 1 by default. A token with weight 0 adds
+        nothing to the loss or to the gradients of `hidden` and `head`, whatever its
+        label, even if its hidden state or logits are NaN.
     - `ignore_label`: tokens with this label have weight 0.
-    - `num_chunks`: the number of parts that the length is divided into. Logits exist for one part at a time,
-        forward and backward, so they take proportionally less memory. The cost is one more application of the
-        head.
-    - `sequence_parallel`: pass true if `hidden` is split over `tensor` along dim 1. `hidden` is gathered here,
-        and its gradient is reduced and scattered.
+    - `num_chunks`: the number of parts that the length is divided into. Logits exist
+        for one part at a time, forward and backward, so they take proportionally less
+        memory. The cost is one more application of the head.
+    - `sequence_parallel`: pass true if `hidden` is split over `tensor` along dim 1.
+        `hidden` is gathered here, and its gradient is reduced and scattered.
 
     **Returns:**
 
@@ -133,19 +154,20 @@ def cross_entropy(
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit, or if the length is not divisible by `num_chunks`, or by `tensor`
-    under `sequence_parallel`.
+    `ValueError` if the shapes do not fit, or if the length is not divisible by
+    `num_chunks`, or by `tensor` under `sequence_parallel`.
     """
     given = {"labels": labels, "weights": labels if weights is None else weights}
     for name, x in given.items():
         if x.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"cross_entropy: {name} has shape {tuple(x.shape)}, but hidden has shape "
-                f"{tuple(hidden.shape)}. Pass one number for each token."
+                f"cross_entropy: {name} has shape {tuple(x.shape)}, but hidden has "
+                f"shape {tuple(hidden.shape)}. Pass one number for each token."
             )
     if num_chunks < 1 or hidden.shape[-2] % num_chunks:
         raise ValueError(
-            f"cross_entropy: num_chunks={num_chunks} does not divide the length, {hidden.shape[-2]}."
+            f"cross_entropy: num_chunks={num_chunks} does not divide the length, "
+            f"{hidden.shape[-2]}."
         )
     counted = (labels != ignore_label).astype(jnp.float32)
     weights = counted if weights is None else counted * weights
@@ -158,19 +180,41 @@ def cross_entropy(
     if mesh is not None and mesh.size > 1 and hidden.ndim == 3:
         rows = batch_axes(mesh, hidden.shape[0])
     if rows is None or split is None:
-        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
+        return Mean(
+            *_chunked(
+                hidden,
+                functools.partial(apply, head),
+                labels,
+                weights,
+                num_chunks,
+                None,
+            )
+        )
     axis = "tensor" if any(map(axes_of, jax.tree.leaves(split.specs))) else None
     axes = (*rows, axis) if axis else rows
-    sequence_parallel = sequence_parallel and axis is not None  # a whole head takes whole sequences
-    of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
+    # A whole head takes whole sequences.
+    sequence_parallel = sequence_parallel and axis is not None
+    of_hidden = (
+        PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
+    )
 
-    def body(hidden: Array, labels: Array, weights: Array, arrays: PyTree[Array]) -> tuple[Array, Array]:
-        # Vary from here on, so that gradients add up over the chunks first, and then once over the devices.
+    def body(
+        hidden: Array, labels: Array, weights: Array, arrays: PyTree[Array]
+    ) -> tuple[Array, Array]:
+        # Vary from here on, so that gradients add up over the chunks first, and then
+        # once over the devices.
         arrays = jax.tree.map(lambda x, spec: _vary(x, spec, axes), arrays, split.specs)
         if sequence_parallel:
             hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
         hidden = _vary(hidden, of_hidden, axes)
-        sums = _chunked(hidden, functools.partial(split.apply, arrays), labels, weights, num_chunks, axis)
+        sums = _chunked(
+            hidden,
+            functools.partial(split.apply, arrays),
+            labels,
+            weights,
+            num_chunks,
+            axis,
+        )
         return jax.lax.psum(sums, rows)
 
     total, weight = jax.shard_map(
@@ -193,13 +237,18 @@ def _chunked(
     """Return the weighted sum of the cross-entropy, and the sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
-        return jnp.sum(weights * _cross_entropy(hidden, head, labels, weights != 0, axis))
+        return jnp.sum(
+            weights * _cross_entropy(hidden, head, labels, weights != 0, axis)
+        )
 
     if num_chunks == 1:
         return total_of(hidden, labels, weights), jnp.sum(weights)
     parts = (
         rearrange(hidden, "... (n t) d -> n ... t d", n=num_chunks),
-        *(rearrange(x, "... (n t) -> n ... t", n=num_chunks) for x in (labels, weights)),
+        *(
+            rearrange(x, "... (n t) -> n ... t", n=num_chunks)
+            for x in (labels, weights)
+        ),
     )
     policy = jax.checkpoint_policies.save_only_these_names("reduced")
     one = jax.checkpoint(total_of, policy=policy, prevent_cse=False)
@@ -214,18 +263,22 @@ def _cross_entropy(
     counts: Bool[Array, "*tokens"],
     axis: str | None,
 ) -> Float[Array, "*tokens"]:
-    """Return the cross-entropy of each token, which is finite for a token that does not count.
+    """Return the cross-entropy of each token, which is finite for a token that does not
+    count.
 
     With `axis`, the head gives the logits of this shard.
     """
-    # Replace a token that does not count only if it is not finite, because at weight 0, the derivative with
-    # respect to the weight is still the token's cross-entropy. A NaN would stay NaN when it is multiplied by 0
-    # backward.
-    is_safe = counts | (jnp.max(jnp.abs(jax.lax.stop_gradient(hidden)), axis=-1) < jnp.inf)
+    # Replace a token that does not count only if it is not finite, because at weight 0,
+    # the derivative with respect to the weight is still the token's cross-entropy. A
+    # NaN would stay NaN when it is multiplied by 0 backward.
+    is_safe = counts | (
+        jnp.max(jnp.abs(jax.lax.stop_gradient(hidden)), axis=-1) < jnp.inf
+    )
     logits = head(jnp.where(is_safe[..., None], hidden, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
-    is_safe = counts | (greatest < jnp.inf)  # on this shard: not every backend's `pmax` keeps a NaN
+    # On this shard: not every backend's `pmax` keeps a NaN.
+    is_safe = counts | (greatest < jnp.inf)
     if axis is not None:
         greatest = checkpoint_name(jax.lax.pmax(greatest, axis), "reduced")
     is_finite = counts | jnp.isfinite(greatest)
@@ -233,9 +286,13 @@ def _cross_entropy(
     greatest = jnp.where(is_finite, greatest, 0)
     sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
     own, is_read = _own_rows(_wide(labels), logits.shape[-1], axis, counts)
-    picked = jnp.where(is_read, jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0], 0)
+    picked = jnp.where(
+        is_read, jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0], 0
+    )
     if axis is not None:
-        sums, picked = (checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked))
+        sums, picked = (
+            checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked)
+        )
     each = jnp.log(sums) + greatest - picked
     return jnp.where(counts | jnp.isfinite(each), each, 0)
 
@@ -246,12 +303,17 @@ def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _own_rows(
-    ids: Int[Array, "*batch"], num_rows: int, axis: str | None, counts: Bool[Array, "*batch"] | bool = True
+    ids: Int[Array, "*batch"],
+    num_rows: int,
+    axis: str | None,
+    counts: Bool[Array, "*batch"] | bool = True,
 ) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Return, for each id, the row to look up on this shard, and whether its value counts.
+    """Return, for each id, the row to look up on this shard, and whether its value
+    counts.
 
-    Each shard has `num_rows` rows of the vocabulary. An id that `counts` and is on no shard gets a row outside
-    the table, where the lookup fills in NaN. This shows the wrong id.
+    Each shard has `num_rows` rows of the vocabulary. An id that `counts` and is on no
+    shard gets a row outside the table, where the lookup fills in NaN. This shows the
+    wrong id.
     """
     size = num_rows if axis is None else num_rows * jax.lax.axis_size(axis)
     own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
@@ -263,8 +325,9 @@ def _own_rows(
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
-    """Cut a head over its outputs (the vocabulary). Return it whole for one shard, or if these do not divide
-    evenly, and `None` for a layer that cannot be cut for another reason."""
+    """Cut a head over its outputs (the vocabulary). Return it whole for one shard, or
+    if these do not divide evenly, and `None` for a layer that cannot be cut for another
+    reason."""
     arrays, static = eqx.partition(head, is_array)
     sizes = [x.shape[0] for x in jax.tree.leaves(arrays) if x.ndim > 1]
     is_whole = num_shards == 1 or (len(sizes) == 1 and sizes[0] % num_shards > 0)
@@ -275,5 +338,8 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
-    """Mark an array that came in with `spec` as different on each device along all of `axes`."""
-    return jax.lax.pcast(x, tuple(axis for axis in axes if axis not in axes_of(spec)), to="varying")
+    """Mark an array that came in with `spec` as different on each device along all of
+    `axes`."""
+    return jax.lax.pcast(
+        x, tuple(axis for axis in axes if axis not in axes_of(spec)), to="varying"
+    )

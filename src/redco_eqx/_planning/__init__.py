@@ -1,1 +1,2 @@
-"""Plans: a step is compiled for devices that need not be present, to find a mesh on which it fits."""
+"""Plans: a step is compiled for devices that need not be present, to find a mesh on
+which it fits."""

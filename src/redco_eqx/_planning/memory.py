@@ -18,44 +18,61 @@ from redco_eqx._step.state import TrainState
 
 
 def num_flops(program: Jaxpr, *, recomputed: bool = True) -> float:
-    """Count the floating-point operations of all matrix products and convolutions, on all devices: two for
-    each pair of numbers that is multiplied.
+    """Count the floating-point operations of all matrix products and convolutions, on
+    all devices: two for each pair of numbers that is multiplied.
 
-    The body of a scan counts for each of its runs, and the body of a `while` once. For a conditional, the
-    branch with the most operations counts. Elementwise work, solvers and kernels do not count, and without
-    `recomputed`, neither do operations that a `jax.checkpoint` repeats.
+    The body of a scan counts for each of its runs, and the body of a `while` once. For
+    a conditional, the branch with the most operations counts. Elementwise work, solvers
+    and kernels do not count, and without `recomputed`, neither do operations that a
+    `jax.checkpoint` repeats.
     """
     return sum((_of(equation, recomputed) for equation in program.eqns), 0.0)
 
 
 def _of(equation: JaxprEqn, recomputed: bool) -> float:
-    name, params = equation.primitive.name, equation.params
-    if not recomputed and "rematted_computation" in str(equation.source_info.name_stack):
+    name = equation.primitive.name
+    params = equation.params
+    if not recomputed and "rematted_computation" in str(
+        equation.source_info.name_stack
+    ):
         return 0.0
-    inside = [num_flops(program, recomputed=recomputed) for program in jaxprs_in_params(params)]
+    inside = [
+        num_flops(program, recomputed=recomputed)
+        for program in jaxprs_in_params(params)
+    ]
     if name == "cond":
         return max(inside)
     if name == "scan":
         return sum(inside) * params["length"]
     if name == "shard_map":  # the body is what one device computes
-        return sum(inside) * axis_size(params["mesh"], sorted(params["newly_manual_axes"]))
+        return sum(inside) * axis_size(
+            params["mesh"], sorted(params["newly_manual_axes"])
+        )
     depth = _depth(equation)
-    return sum(inside, 2.0 * math.prod(shape_of(equation.outvars[0])) * depth if depth else 0.0)
+    return sum(
+        inside, 2.0 * math.prod(shape_of(equation.outvars[0])) * depth if depth else 0.0
+    )
 
 
 def _depth(equation: JaxprEqn) -> float:
-    """Count the products that are summed for each number of the result (0 if it is not a sum of products)."""
-    name, params = equation.primitive.name, equation.params
+    """Count the products that are summed for each number of the result (0 if it is not
+    a sum of products)."""
+    name = equation.primitive.name
+    params = equation.params
     if name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
         return math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
     if name not in ("dot_general", "ragged_dot_general"):
         return 0.0
     ragged = params.get("ragged_dot_dimension_numbers")
-    (contracted, _), _ = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (contracted, _), _ = (
+        params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    )
     depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
     # If the sum is within each group, the groups are the first dim of the result.
-    is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted)
+    is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(
+        contracted
+    )
     return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
 
 
@@ -69,10 +86,10 @@ class Memory:
     - `parameters`: the arrays of the model, including those that are not trained.
     - `optimizer_state`: the optimizer's state.
     - `batch`: the batch.
-    - `gradients`: the gradients of all trained parameters together. They are part of `temporaries` if none is
-        used up before the last is computed.
-    - `peak`: the most memory at any time. `None` if the step was not compiled, or if the compiler reports only
-        that it is too much.
+    - `gradients`: the gradients of all trained parameters together. They are part of
+        `temporaries` if none is used up before the last is computed.
+    - `peak`: the most memory at any time. `None` if the step was not compiled, or if
+        the compiler reports only that it is too much.
     """
 
     parameters: int
@@ -102,20 +119,31 @@ def memory_of(state: TrainState, batch: PyTree) -> Memory:
     )
 
 
-# The TPU compiler calls everything in memory at the peak "temporaries", including the arguments.
+# The TPU compiler calls everything in memory at the peak "temporaries", including the
+# arguments.
 _PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)")
 
 
 def peak_by_message(message: str) -> int | None:
     """Read the peak from the message of a compiler that ran out of memory."""
-    found = next(filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None)
-    return None if found is None else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
+    found = next(
+        filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None
+    )
+    return (
+        None
+        if found is None
+        else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
+    )
 
 
 def _bytes(tree: PyTree) -> int:
     """Add up the bytes of all arrays, on one device."""
     total = 0
     for x in filter(is_array, jax.tree.leaves(tree)):
-        shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
+        shape = (
+            x.sharding.shard_shape(x.shape)
+            if isinstance(x.sharding, NamedSharding)
+            else x.shape
+        )
         total += math.prod(shape) * x.dtype.itemsize
     return total

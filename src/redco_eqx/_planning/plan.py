@@ -24,14 +24,20 @@ from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
 from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
-from redco_eqx._sharding.mesh import AXES, batch_sharding, context_of, make_mesh, num_batch_shards
+from redco_eqx._sharding.mesh import (
+    AXES,
+    batch_sharding,
+    context_of,
+    make_mesh,
+    num_batch_shards,
+)
 from redco_eqx._sharding.rules import analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
 
 RESERVE = 0.05
-"""The part of a device's memory that a step leaves to what the compiler does not count, such as the runtime and
-fragments."""
+"""The part of a device's memory that a step leaves to what the compiler does not count,
+such as the runtime and fragments."""
 
 
 # The result of a plan, which prints as a table.
@@ -39,12 +45,14 @@ fragments."""
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh on which a step fits or, if there is none, the mesh that comes closest. `str()` gives a table.
+    """A mesh on which a step fits or, if there is none, the mesh that comes closest.
+    `str()` gives a table.
 
     - `target`: the devices.
     - `capacity`: the bytes on each device that a step may use.
-    - `trials`: everything that was considered, the best first. If none fits, the best is followed by the same
-        trial with microbatches of one row on a device, unless its arguments alone are too large.
+    - `trials`: everything that was considered, the best first. If none fits, the best
+        is followed by the same trial with microbatches of one row on a device, unless
+        its arguments alone are too large.
     """
 
     target: Target
@@ -74,17 +82,26 @@ class MeshPlan:
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         best = self.best
         lines = [f"plan for {self.target}, {gib(self.capacity)} GiB of each for a step"]
-        lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}", ""]
+        lines += [
+            f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}",
+            "",
+        ]
         lines += table(_of_memory(best.memory, self.capacity), right=(1,))
         if not self.fits:
-            lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP]
+            lines += [
+                "",
+                _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP,
+            ]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
         return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3))])
 
 
 _FOR_STATE = "to hold the state: more devices for fsdp or tensor, or larger ones"
-_FOR_STEP = "to use less memory: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
+_FOR_STEP = (
+    "to use less memory: microbatches (see the table), recomputed layers, more fsdp, "
+    "or larger devices"
+)
 
 
 def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
@@ -95,13 +112,20 @@ def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
         ("batch", gib(memory.batch)),
     ]
     if memory.temporaries is not None:
-        rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
+        rows.append(
+            (
+                f"temporaries (all gradients: {gib(memory.gradients)})",
+                gib(memory.temporaries),
+            )
+        )
     peak = "?" if memory.peak is None else gib(memory.peak)
     return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
 
 
 def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("considered", "predicted ms", "peak GiB", "MiB sent", "outcome")]
+    rows: list[tuple[str, ...]] = [
+        ("considered", "predicted ms", "peak GiB", "MiB sent", "outcome")
+    ]
     for trial in trials[:MOST]:
         peak = "" if trial.memory.peak is None else gib(trial.memory.peak)
         numbers = f"{1000 * trial.seconds:.2f}", peak, f"{trial.sent_bytes / 2**20:.0f}"
@@ -134,92 +158,138 @@ def plan(
     max_compilations: int = 6,
     progress: bool = True,
 ) -> MeshPlan:
-    """Find a mesh on which a training step fits, with the compiler for the devices of the step.
+    """Find a mesh on which a training step fits, with the compiler for the devices of
+    the step.
 
     It allocates nothing, and needs no device of the target. The TPU compiler comes with
-    `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. `plan` ranks all meshes that
-    split the batch evenly by the communication and the operations of their layouts (`shard_rules` with
-    `loss_fn` and `batch`), at the speeds in the chip's data sheet. No measured time has confirmed these ranks
-    yet. `plan` compiles the meshes in this order until one fits, and also those close behind that one. Meshes
-    that seem too large, judging by the memory of those already compiled, come after the rest, and are also
-    compiled if they would be faster. A compiled mesh is ranked by the bytes that its program sends.
+    `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. `plan`
+    ranks all meshes that split the batch evenly by the communication and the operations
+    of their layouts (`shard_rules` with `loss_fn` and `batch`), at the speeds in the
+    chip's data sheet. No measured time has confirmed these ranks yet. `plan` compiles
+    the meshes in this order until one fits, and also those close behind that one.
+    Meshes that seem too large, judging by the memory of those already compiled, come
+    after the rest, and are also compiled if they would be faster. A compiled mesh is
+    ranked by the bytes that its program sends.
 
     ```python
-    found = rx.plan(make_model, loss_fn=loss_fn, optimizer=optax.adamw(1e-4), batch=batch, target="v5e:4x4",
-                    options={"remat": ["none", "row_out", "full"]}, num_microbatches=[1, 2, 4])
+    found = rx.plan(
+        make_model,
+        loss_fn=loss_fn,
+        optimizer=optax.adamw(1e-4),
+        batch=batch,
+        target="v5e:4x4",
+        options={"remat": ["none", "row_out", "full"]},
+        num_microbatches=[1, 2, 4],
+    )
     print(found)
     mesh = rx.make_mesh(**found.mesh)
     ```
 
     **Main arguments:**
 
-    - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
-    - `loss_fn`, `optimizer`: those of the run. A loss from [`split_activations`][] is tried with and without
-        it: see `options["split_activations"]` of a trial.
+    - `model`: a function `(key, **options) -> model`, as for `init_model`, or an
+        abstract model.
+    - `loss_fn`, `optimizer`: those of the run. A loss from [`split_activations`][] is
+        tried with and without it: see `options["split_activations"]` of a trial.
     - `batch`: the batch for `loss_fn`, over all devices. Its arrays may be abstract.
-    - `target`: for TPUs, for example `"v4:2x2x4"` or `"v5e:4x4"`; for the GPUs of one server, for example
-        `"a100-40g:4"` or `"h100:8"`; a sequence of devices; or `None` for the devices of this machine.
+    - `target`: for TPUs, for example `"v4:2x2x4"` or `"v5e:4x4"`; for the GPUs of one
+        server, for example `"a100-40g:4"` or `"h100:8"`; a sequence of devices; or
+        `None` for the devices of this machine.
 
     **Other arguments:**
 
-    - `mesh`: the only mesh to try, as sizes by axis, as for `make_mesh`. It is compiled however much memory it
-        needs.
+    - `mesh`: the only mesh to try, as sizes by axis, as for `make_mesh`. It is compiled
+        however much memory it needs.
     - `options`: the values to try for each option of `model`, by name, the best first.
     - `num_microbatches`: one number, or several to try, see `train_step`.
     - `trainable`: see `init_state`; a function gets abstract arrays.
-    - `bytes_per_device`: the bytes of a device that a step may use; by default, 95% of its memory.
-    - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that comes closest
-        is compiled again, with microbatches of one row on a device.
+    - `bytes_per_device`: the bytes of a device that a step may use; by default, 95% of
+        its memory.
+    - `max_compilations`: the maximum number of candidates to compile. If none fits, the
+        one that comes closest is compiled again, with microbatches of one row on a
+        device.
     - `progress`: true to report each compilation on stderr.
 
     A Ctrl-C ends the search early, and returns the result so far.
 
     **Returns:**
 
-    A `MeshPlan`: the best mesh that fits or, if `fits` is false, the one that comes closest to fitting. `str()`
-    gives a table.
+    A `MeshPlan`: the best mesh that fits or, if `fits` is false, the one that comes
+    closest to fitting. `str()` gives a table.
 
     **Raises:**
 
-    - `ValueError`: the target is not known, no mesh splits the batch evenly, or the batch does not fit the
-        loss.
+    - `ValueError`: the target is not known, no mesh splits the batch evenly, or the
+        batch does not fit the loss.
     - `ImportError` if the target's compiler is not installed.
     """
-    check_positive("plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device)
-    counts = tuple(num_microbatches) if isinstance(num_microbatches, Iterable) else (num_microbatches,)
+    check_positive(
+        "plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device
+    )
+    counts = (
+        tuple(num_microbatches)
+        if isinstance(num_microbatches, Iterable)
+        else (num_microbatches,)
+    )
     for count in counts:
         check_positive("plan", num_microbatches=count)
     on = find_target(target)
-    capacity = int(on.chip.memory * (1 - RESERVE)) if bytes_per_device is None else bytes_per_device
+    capacity = (
+        int(on.chip.memory * (1 - RESERVE))
+        if bytes_per_device is None
+        else bytes_per_device
+    )
     if not capacity:
         raise ValueError(
-            f"plan: the memory of devices of kind {on.devices[0].device_kind!r} is not known. Pass "
+            f"plan: the memory of devices of kind {on.devices[0].device_kind!r} is not "
+            "known. Pass "
             'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
         )
     is_model = any(map(is_array, jax.tree.leaves(model)))
     if options and is_model:
-        raise ValueError("plan: options need a function that makes the model, but model is a model already.")
+        raise ValueError(
+            "plan: options need a function that makes the model, but model is a model "
+            "already."
+        )
     if empty := [name for name, values in (options or {}).items() if not len(values)]:
-        raise ValueError(f"plan: options[{empty[0]!r}] is empty. List the values to try.")
+        raise ValueError(
+            f"plan: options[{empty[0]!r}] is empty. List the values to try."
+        )
     # `trace_step` refuses a batch with none, or with others.
-    num_rows = next((x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1)
+    num_rows = next(
+        (x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1
+    )
     if mesh is not None and not set(mesh) <= set(AXES):
-        raise ValueError(f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}.")
-    sizes = meshes(len(on.devices), num_rows) if mesh is None else [dict[str, Any](mesh)]
+        raise ValueError(
+            f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}."
+        )
+    sizes = (
+        meshes(len(on.devices), num_rows) if mesh is None else [dict[str, Any](mesh)]
+    )
     on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
     if any(each.size != len(on.devices) for each in on_meshes):
-        raise ValueError(f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} devices.")
+        raise ValueError(
+            f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} "
+            "devices."
+        )
     on_meshes = [each for each in on_meshes if num_rows % num_batch_shards(each) == 0]
 
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
-        """Yield the ways to train a model with these values of its options, which is traced once."""
+        """Yield the ways to train a model with these values of its options, which is
+        traced once."""
         key = jax.random.key(0)
-        # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are not trained.
-        shapes = model if is_model else eqx.combine(*trace_arrays(functools.partial(model, **values), key)[1:])
+        # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are not
+        # trained.
+        shapes = (
+            model
+            if is_model
+            else eqx.combine(*trace_arrays(functools.partial(model, **values), key)[1:])
+        )
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
-        @functools.cache  # independent of how many of the other devices `fsdp` has, if any
+        # Independent of how many of the other devices `fsdp` has, if any.
+        @functools.cache
         def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
             fsdp = len(on.devices) // tensor if has_fsdp else 1
             mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices)
@@ -228,32 +298,57 @@ def plan(
             return [found] if split is None else [found, split]
 
         for mesh in on_meshes:
-            tensor, num_shards, has_fsdp = mesh.shape["tensor"], num_batch_shards(mesh), mesh.shape["fsdp"] > 1
-            local = jax.tree.map(functools.partial(_placed, sharding=batch_sharding(mesh)), batch)
+            tensor = mesh.shape["tensor"]
+            num_shards = num_batch_shards(mesh)
+            has_fsdp = mesh.shape["fsdp"] > 1
+            local = jax.tree.map(
+                functools.partial(_placed, sharding=batch_sharding(mesh)), batch
+            )
             merged = merges(mesh)
-            # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
+            # If no weight is stored split, compilers for TPU and GPU sum gradients once
+            # for all microbatches.
             is_for_each = has_fsdp or not merged
             for splits, found in enumerate(analyses(tensor, has_fsdp)):
-                own_options = {**values, "split_activations": bool(splits)} if traced.splits else values
+                own_options = (
+                    {**values, "split_activations": bool(splits)}
+                    if traced.splits
+                    else values
+                )
                 explained = explain_by(found, shapes, mesh)
                 placed = jax.tree.map(_of_model, shapes, explained.shardings)
                 state = init_state(placed, optimizer, key=key, trainable=trainable)
-                memory, work = memory_of(state, local), found.costs.work
+                memory = memory_of(state, local)
+                work = found.costs.work
                 share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
                 own = flops / num_shards * (share / tensor + 1 - share)
-                once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, narrowed=narrows(mesh))
+                once, *for_batch = sent_by_axes(
+                    found, explained.stored, merged=merged, narrowed=narrows(mesh)
+                )
                 for count in counts:
                     if num_rows % (num_shards * count) == 0:
                         sent = once + sum(for_batch) * (count if is_for_each else 1)
-                        yield Trial(mesh, own_options, count, state, local, on, memory, own, sent)
+                        yield Trial(
+                            mesh,
+                            own_options,
+                            count,
+                            state,
+                            local,
+                            on,
+                            memory,
+                            own,
+                            sent,
+                        )
 
     options = options or {}
-    variants = [dict(zip(options, values)) for values in itertools.product(*options.values())]
+    variants = [
+        dict(zip(options, values)) for values in itertools.product(*options.values())
+    ]
     trials = [trial for values in variants for trial in ways(values)]
     if not trials:
         raise ValueError(
-            f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} evenly into "
-            f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
+            f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} "
+            f"evenly into {' or '.join(map(str, counts))} microbatches. Use a batch "
+            "size that divides."
         )
     plain = loss_fn.function if isinstance(loss_fn, SplitActivations) else loss_fn
 
@@ -261,16 +356,26 @@ def plan(
         if progress:
             print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
         function = loss_fn if trial.options.get("split_activations") else plain
-        return attempt(trial, functools.partial(train_step, loss_fn=function, optimizer=optimizer), capacity)
+        return attempt(
+            trial,
+            functools.partial(train_step, loss_fn=function, optimizer=optimizer),
+            capacity,
+        )
 
-    return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))
+    return MeshPlan(
+        on, capacity, search(trials, compile, capacity, max_compilations, num_rows)
+    )
 
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
+    return (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
+    )
 
 
 def _of_model(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     """As `_placed`, but an array of NumPy is a constant, as wide as JAX stores it."""
     is_constant = isinstance(x, np.ndarray)
-    return np.asarray(x, jax.numpy.result_type(x)) if is_constant else _placed(x, sharding)
+    return (
+        np.asarray(x, jax.numpy.result_type(x)) if is_constant else _placed(x, sharding)
+    )

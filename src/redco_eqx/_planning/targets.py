@@ -1,4 +1,5 @@
-"""Targets of a plan: chips with their memory and peak speed, and devices that need not be present."""
+"""Targets of a plan: chips with their memory and peak speed, and devices that need not
+be present."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-# The memory of accelerators, and the speeds that rank plans, from the makers' data sheets.
+# The memory of accelerators, and the speeds that rank plans, from the makers' data
+# sheets.
 
 
 GIB = 2**30
@@ -27,10 +29,12 @@ def gib(num_bytes: int) -> str:
 class Chip:
     """One device, as JAX counts devices.
 
-    - `memory`: bytes; for a TPU, those that the compiler allows a program to use, if known.
-    - `flops`: the peak number of floating-point operations per second, in dense bfloat16 products (float16 on
-        V100).
-    - `bandwidth`: the peak number of bytes per second that a device sends to others in the same server or pod.
+    - `memory`: bytes; for a TPU, those that the compiler allows a program to use, if
+        known.
+    - `flops`: the peak number of floating-point operations per second, in dense
+        bfloat16 products (float16 on V100).
+    - `bandwidth`: the peak number of bytes per second that a device sends to others in
+        the same server or pod.
     """
 
     memory: int
@@ -39,7 +43,8 @@ class Chip:
 
 
 class Architecture(NamedTuple):
-    """The kind of a GPU: its `capability` in CUDA, and fields of XLA's `GpuDeviceInfoProto` (bytes, GHz)."""
+    """The kind of a GPU: its `capability` in CUDA, and fields of XLA's
+    `GpuDeviceInfoProto` (bytes, GHz)."""
 
     capability: tuple[int, int]
     fpus_per_core: int
@@ -85,14 +90,16 @@ class GPU(Chip):
         }
         fields = " ".join(f"{name}: {value}" for name, value in limits.items())
         return (
-            f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }}\n"
+            f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} "
+            f"minor: {minor} }} }}\n"
             f'platform_name: "CUDA"\ndevice_description_str: "{self.name}"\n'
-            "dnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 12 minor: 9 patch: 0 }\n"
+            "dnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 12 "
+            "minor: 9 patch: 0 }\n"
         )
 
 
-# The data sheets give the links of a chip in gigabits per second, both ways; divided by 16, that is gigabytes
-# one way.
+# The data sheets give the links of a chip in gigabits per second, both ways; divided by
+# 16, that is gigabytes one way.
 TPUS = {
     "v2": Chip(8 * GIB, 22.5e12, 496e9 / 16),
     "v3": Chip(16 * GIB, 61.5e12, 656e9 / 16),
@@ -107,21 +114,28 @@ _A100 = Architecture((8, 0), 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
 _H100 = Architecture((9, 0), 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
 _3080 = Architecture((8, 6), 128, 1536, 100 * 1024, 99 * 1024, 5 * 2**20, 1.71)
 GPUS = {
-    "rtx3080-10g": GPU(10 * GIB, 59.5e12, 16e9, "NVIDIA GeForce RTX 3080", 68, 760e9, _3080),
+    "rtx3080-10g": GPU(
+        10 * GIB, 59.5e12, 16e9, "NVIDIA GeForce RTX 3080", 68, 760e9, _3080
+    ),
     "v100-16g": GPU(16 * GIB, 125e12, 150e9, "Tesla V100-SXM2-16GB", 80, 900e9, _V100),
-    "a100-40g": GPU(40 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-40GB", 108, 1555e9, _A100),
-    "a100-80g": GPU(80 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-80GB", 108, 2039e9, _A100),
+    "a100-40g": GPU(
+        40 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-40GB", 108, 1555e9, _A100
+    ),
+    "a100-80g": GPU(
+        80 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-80GB", 108, 2039e9, _A100
+    ),
     "h100": GPU(80 * GIB, 989e12, 450e9, "NVIDIA H100 80GB HBM3", 132, 3352e9, _H100),
     "h200": GPU(141 * 10**9, 989e12, 450e9, "NVIDIA H200", 132, 4800e9, _H100),
 }
 
 
 _NO_TRIALS = {"xla_gpu_enable_triton_gemm": False}
-"""Without a GPU for trying out Triton's products, XLA may choose tiles that do not compile. cuBLAS can compute
-all products."""
+"""Without a GPU for trying out Triton's products, XLA may choose tiles that do not
+compile. cuBLAS can compute all products."""
 
 _UNKNOWN = Chip(0, 1e14, 1e10)
-"""A stand-in for an unknown device, to rank plans. Only the ratio of the two speeds matters."""
+"""A stand-in for an unknown device, to rank plans. Only the ratio of the two speeds
+matters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +144,8 @@ class Target:
 
     - `name`: the name that the caller used.
     - `devices`: the devices of the topology.
-    - `chip`: the memory and the speeds of one device; the `memory` is 0 if no limit is known.
+    - `chip`: the memory and the speeds of one device; the `memory` is 0 if no limit is
+        known.
     - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`.
     - `compiler_options`: options for the compiler.
     """
@@ -142,7 +157,10 @@ class Target:
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name}: {len(self.devices)} devices, by the {self.compiler.upper()} compiler"
+        return (
+            f"{self.name}: {len(self.devices)} devices, by the {self.compiler.upper()} "
+            "compiler"
+        )
 
 
 def find_target(target: str | Sequence[Any] | None) -> Target:
@@ -154,34 +172,46 @@ def find_target(target: str | Sequence[Any] | None) -> Target:
     - `ImportError` if the compiler is not installed.
     """
     if not isinstance(target, str):
-        devices = tuple(jax.devices() if target is None else target if np.iterable(target) else ())
+        devices = tuple(
+            jax.devices() if target is None else target if np.iterable(target) else ()
+        )
         if not devices:
             raise ValueError(
-                f'plan: target={target!r} has no devices. Pass devices, or a name such as "h100:8".'
+                f"plan: target={target!r} has no devices. Pass devices, or a name such "
+                'as "h100:8".'
             )
-        return Target("these devices", devices, _present(devices[0]), devices[0].platform)
+        return Target(
+            "these devices", devices, _present(devices[0]), devices[0].platform
+        )
     kind, _, shape = target.partition(":")
     if kind in TPUS and re.fullmatch(r"\d+(x\d+){1,2}", shape):
         return Target(target, _topology(target), TPUS[kind], "tpu")
     if kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
         return Target(target, _topology(target), GPUS[kind], "gpu", _NO_TRIALS)
     raise ValueError(
-        f"plan: target={target!r} is not known. For a TPU, pass one of {', '.join(TPUS)} with its topology "
-        f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} with its number of GPUs '
-        '("h100:8"). Or pass devices, or leave target out for those of this machine.'
+        f"plan: target={target!r} is not known. For a TPU, pass one of "
+        f"{', '.join(TPUS)} with its topology "
+        f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} '
+        'with its number of GPUs ("h100:8"). Or pass devices, or leave target out for '
+        "those of this machine."
     )
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Find the data sheet of a device of this machine, or `None` if its kind is not known."""
+    """Find the data sheet of a device of this machine, or `None` if its kind is not
+    known."""
     known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
-    return known.get(device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e"))
+    return known.get(
+        device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
+    )
 
 
 def _present(device: Any) -> Chip:
     """Describe a device of this machine."""
     chip = chip_of(device) or _UNKNOWN
-    return dataclasses.replace(chip, memory=int((device.memory_stats() or {}).get("bytes_limit", chip.memory)))
+    return dataclasses.replace(
+        chip, memory=int((device.memory_stats() or {}).get("bytes_limit", chip.memory))
+    )
 
 
 _COMPILERS = {  # the modules of the compiler, the package to install, the size of that
@@ -204,22 +234,29 @@ def _topology(name: str) -> tuple[Any, ...]:
     modules, package, size = _COMPILERS[of]
     if not any(map(importlib.util.find_spec, modules)):
         raise ImportError(
-            f'plan: {name} needs the {of} compiler: python -m pip install "{package}" ({size}; it needs no '
+            f'plan: {name} needs the {of} compiler: python -m pip install "{package}" '
+            f"({size}; it needs no "
             f"{of})."
         )
     if of == "TPU":
-        # The compiler reads these when it is loaded. They keep it from asking for the metadata of a machine,
-        # and allow other processes to load it, too.
+        # The compiler reads these when it is loaded. They keep it from asking for the
+        # metadata of a machine, and allow other processes to load it, too.
         for variable, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         given = {"platform": "tpu", "topology_name": name}
         if kind == "v4":
             given["chip_config_name"] = "megacore"
     else:
-        given = {"platform": "cuda", "topology_name": "plan", "topology": f"1x1x{shape}"}
+        given = {
+            "platform": "cuda",
+            "topology_name": "plan",
+            "topology": f"1x1x{shape}",
+        }
         given["target_config"] = GPUS[kind].description
     try:
         return tuple(topologies.get_topology_desc(**given).devices)
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
-        raise ValueError(f"plan: the compiler knows no topology {name!r}: {line}") from error
+        raise ValueError(
+            f"plan: the compiler knows no topology {name!r}: {line}"
+        ) from error

@@ -1,4 +1,5 @@
-"""The trials of a plan: a mesh, a variant of the model, and its step, compiled for the target."""
+"""The trials of a plan: a mesh, a variant of the model, and its step, compiled for the
+target."""
 
 import dataclasses
 import functools
@@ -25,18 +26,21 @@ Option: TypeAlias = bool | int | float | str | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """One way to train: the facts that follow from the program and its layout, and those of the compiled step.
+    """One way to train: the facts that follow from the program and its layout, and
+    those of the compiled step.
 
     - `mesh`: a mesh of the target's devices.
-    - `options`: the options of the model, by name, and `split_activations` if the loss function asks for it.
+    - `options`: the options of the model, by name, and `split_activations` if the loss
+        function asks for it.
     - `num_microbatches`: as for `train_step`.
-    - `state`, `batch`: the abstract state of a run, and its batch, laid out on the mesh.
+    - `state`, `batch`: the abstract state of a run, and its batch, laid out on the
+        mesh.
     - `target`: the devices.
     - `memory`: the bytes on one device. Its `peak` is that of the compiled step.
-    - `flops`: the floating-point operations in products on one device, including recomputed ones, if all
-        devices do the same work.
-    - `predicted_bytes`: the bytes that a device sends in a step by the ring algorithm, predicted from the
-        program.
+    - `flops`: the floating-point operations in products on one device, including
+        recomputed ones, if all devices do the same work.
+    - `predicted_bytes`: the bytes that a device sends in a step by the ring algorithm,
+        predicted from the program.
     - `communication`: that of the compiled step; `None` without one.
     - `fits`: true if the step fits; `None` if it was not compiled.
     - `verdict`: the reason, in words.
@@ -57,12 +61,18 @@ class Trial:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in a step by the ring algorithm: as compiled, or else as predicted."""
-        return self.predicted_bytes if self.communication is None else self.communication.total.sent_bytes
+        """Bytes that a device sends in a step by the ring algorithm: as compiled, or
+        else as predicted."""
+        return (
+            self.predicted_bytes
+            if self.communication is None
+            else self.communication.total.sent_bytes
+        )
 
     @property
     def seconds(self) -> float:
-        """The time for `flops` and then `sent_bytes` at the speeds of the chip. Use it only for ranking."""
+        """The time for `flops` and then `sent_bytes` at the speeds of the chip. Use it
+        only for ranking."""
         chip = self.target.chip
         return self.flops / chip.flops + self.sent_bytes / chip.bandwidth
 
@@ -74,7 +84,8 @@ class Trial:
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Yield all sizes of `data`, `fsdp` and `tensor` that use all devices and split the batch evenly."""
+    """Yield all sizes of `data`, `fsdp` and `tensor` that use all devices and split the
+    batch evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for tensor, fsdp in itertools.product(divisors, repeat=2):
         data, left = divmod(num_devices, tensor * fsdp)
@@ -82,15 +93,22 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
             yield {"data": data, "fsdp": fsdp, "tensor": tensor}
 
 
-def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
-    """Compile the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
+def attempt(
+    trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int
+) -> Trial:
+    """Compile the `train_step` of a trial, which fits if it needs at most `capacity`
+    bytes on a device."""
     layout = trial.state.shardings
-    step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
+    step = functools.partial(
+        step, num_microbatches=trial.num_microbatches, shardings=layout
+    )
     lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
-    found, failure = None, ""
+    found = None
+    failure = ""
     try:
         compiled = lowered.compile(compiler_options=dict(trial.target.compiler_options))
-        found, peak = communication(compiled, trial.mesh), memory_bytes(compiled)[0]
+        found = communication(compiled, trial.mesh)
+        peak = memory_bytes(compiled)[0]
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         peak = peak_by_message(message)
@@ -99,7 +117,11 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
     fits = found is not None and peak is not None and peak <= capacity
     needed = "more than a device has" if peak is None else f"{gib(peak)} GiB"
     is_refused = found is None and peak is not None and peak <= capacity
-    limit = "more than the compiler allows" if is_refused else f"but {gib(capacity)} GiB are available"
+    limit = (
+        "more than the compiler allows"
+        if is_refused
+        else f"but {gib(capacity)} GiB are available"
+    )
     return dataclasses.replace(
         trial,
         memory=dataclasses.replace(trial.memory, peak=peak),
@@ -113,28 +135,39 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
 
 
 CLOSE = 1.1
-"""Trials that are predicted to be slower than the best by no more than this factor are compiled, too."""
+"""Trials that are predicted to be slower than the best by no more than this factor are
+compiled, too."""
 
 
 def search(
-    trials: Sequence[Trial], compile: Callable[[Trial], Trial], capacity: int, most: int, num_rows: int
+    trials: Sequence[Trial],
+    compile: Callable[[Trial], Trial],
+    capacity: int,
+    most: int,
+    num_rows: int,
 ) -> tuple[Trial, ...]:
-    """Compile at most `most` trials, the fastest first, until one fits, and then those that are faster or
-    close behind it. Return the best first.
+    """Compile at most `most` trials, the fastest first, until one fits, and then those
+    that are faster or close behind it. Return the best first.
 
-    Trials that seem too large, judged by the memory of others, come after the rest, the smallest first. A trial
-    is refused without compilation only if its arguments alone are too large. If this is true of all, the
-    smallest is compiled. The trials that fit are followed by those that do not, starting with the one that
-    comes closest, and then by those that were not compiled. If none fits, the second result is the first trial
-    again, compiled with microbatches of one row on a device.
+    Trials that seem too large, judged by the memory of others, come after the rest, the
+    smallest first. A trial is refused without compilation only if its arguments alone
+    are too large. If this is true of all, the smallest is compiled. The trials that fit
+    are followed by those that do not, starting with the one that comes closest, and
+    then by those that were not compiled. If none fits, the second result is the first
+    trial again, compiled with microbatches of one row on a device.
     """
     left = list(trials)
     tried: list[Trial] = []
     smaller: list[Trial] = []
-    best, reason = math.inf, "max_compilations is reached"
+    best = math.inf
+    reason = "max_compilations is reached"
 
     def place(x: Trial) -> tuple[bool, int, float]:
-        return x.memory.arguments > capacity, max(_likely_bytes(x, tried), capacity), x.seconds
+        return (
+            x.memory.arguments > capacity,
+            max(_likely_bytes(x, tried), capacity),
+            x.seconds,
+        )
 
     try:
         while len(tried) < most:
@@ -146,7 +179,11 @@ def search(
             best = min(best, tried[-1].seconds) if tried[-1].fits else best
         least = min(tried, key=_rank)
         count = num_rows // num_batch_shards(least.mesh)
-        if not least.fits and least.memory.arguments <= capacity and count > least.num_microbatches:
+        if (
+            not least.fits
+            and least.memory.arguments <= capacity
+            and count > least.num_microbatches
+        ):
             smaller = [compile(dataclasses.replace(least, num_microbatches=count))]
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -155,7 +192,10 @@ def search(
         slower = trial.seconds / max(best, 1e-30)
         verdict = f"not compiled: {reason}"
         if trial.memory.arguments > capacity:
-            verdict = f"parameters, optimizer state and batch alone take {gib(trial.memory.arguments)} GiB"
+            verdict = (
+                "parameters, optimizer state and batch alone take "
+                f"{gib(trial.memory.arguments)} GiB"
+            )
         elif slower > CLOSE:
             verdict = f"predicted to take {slower:.2f} times as long"
         return dataclasses.replace(trial, verdict=verdict)
@@ -165,8 +205,8 @@ def search(
 
 
 def _likely_bytes(trial: Trial, tried: Sequence[Trial]) -> int:
-    """Estimate the bytes that a trial needs on a device, only to order the trials, from its arguments and the
-    activations of other trials with the same options."""
+    """Estimate the bytes that a trial needs on a device, only to order the trials, from
+    its arguments and the activations of other trials with the same options."""
     activations = [0.0]
     for other in tried:
         if other.memory.peak is not None and other.options == trial.options:

@@ -1,4 +1,5 @@
-"""The layout of a model with its reasons: one decision for each array, and the table that shows them."""
+"""The layout of a model with its reasons: one decision for each array, and the table
+that shows them."""
 
 import dataclasses
 import functools
@@ -12,7 +13,8 @@ from jaxtyping import PyTree
 from redco_eqx._base.tree import describe, size_text, table
 from redco_eqx._sharding.mesh import axes_in, axis_size, stored_axes, tensor_dim
 
-if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
+if TYPE_CHECKING:
+    # Imported at run time only if there is a program, because most layouts need none.
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction, Stored
 
@@ -23,12 +25,14 @@ class Decision:
 
     - `path`: the name of the array.
     - `shape`, `dtype`: those of the whole array.
-    - `spec`: the `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits the array
-        where it is stored, and a step gathers it for use.
+    - `spec`: the `PartitionSpec`, without trailing `None`s. An entry
+        `("fsdp", "tensor")` splits the array where it is stored, and a step gathers it
+        for use.
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: the reason in words.
     - `bytes_per_device`: the size of one shard.
-    - `is_guess`: true if the path rules knew only the order of square matrices, which may be wrong.
+    - `is_guess`: true if the path rules knew only the order of square matrices, which
+        may be wrong.
     """
 
     path: str
@@ -43,17 +47,21 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The layout of a model and the reasons for it. `str()` and a notebook show it as a table.
+    """The layout of a model and the reasons for it. `str()` and a notebook show it as a
+    table.
 
     - `decisions`: one decision for each array, by path.
-    - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
+    - `shardings`: a tree like the model, with a `NamedSharding` for each array, and
+        `None` elsewhere.
     - `mesh`: the mesh that the layout is for.
-    - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
-        analysis of the program cannot follow). For a loss from `split_activations`, those with its activations.
-    - `with_activations`: the same for `split_activations(loss_fn)`. It is `None` if `loss_fn` is the result of
-        `split_activations`, if no program decided, if the mesh has no `tensor` axis, or if the choice takes
-        minutes. `str()` shows it if it is less by more than 10%. The first access computes it, in 2 seconds of
-        CPU time for a transformer of 12 layers.
+    - `communication`: the bytes that a step sends, if a program decided (and no
+        override makes a split that the analysis of the program cannot follow). For a
+        loss from `split_activations`, those with its activations.
+    - `with_activations`: the same for `split_activations(loss_fn)`. It is `None` if
+        `loss_fn` is the result of `split_activations`, if no program decided, if the
+        mesh has no `tensor` axis, or if the choice takes minutes. `str()` shows it if
+        it is less by more than 10%. The first access computes it, in 2 seconds of CPU
+        time for a transformer of 12 layers.
     """
 
     decisions: dict[str, Decision]
@@ -95,8 +103,15 @@ class Explanation:
         from redco_eqx._dataflow.prediction import Stored
 
         fsdp = axis_size(self.mesh, "fsdp")
-        parts = ((d, axis_size(self.mesh, stored_axes(d.spec))) for d in self.decisions.values())
-        return {d.path: Stored(float(d.bytes_per_device * num), num, fsdp) for d, num in parts if num > 1}
+        parts = (
+            (d, axis_size(self.mesh, stored_axes(d.spec)))
+            for d in self.decisions.values()
+        )
+        return {
+            d.path: Stored(float(d.bytes_per_device * num), num, fsdp)
+            for d, num in parts
+            if num > 1
+        }
 
     @property
     def bytes_per_device(self) -> int:
@@ -109,28 +124,41 @@ class Explanation:
             size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
             entries = ["+".join(axes_in(entry)) or "-" for entry in d.spec]
             entries += ["-"] * (len(d.shape) - len(d.spec))
-            rows.append((path, describe(d), f"({', '.join(entries)})", d.role, size, d.reason))
+            rows.append(
+                (path, describe(d), f"({', '.join(entries)})", d.role, size, d.reason)
+            )
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         size = size_text(self.bytes_per_device)
-        lines = [*table(rows), f"{size} per device, {len(self.decisions)} arrays on {mesh}"]
-        plain, split = self.communication, self.with_activations
+        lines = [
+            *table(rows),
+            f"{size} per device, {len(self.decisions)} arrays on {mesh}",
+        ]
+        plain = self.communication
+        split = self.with_activations
         if plain is not None:
             lines.append(str(plain))
         if plain and split and split.num_bytes_unmerged < 0.9 * plain.num_bytes:
-            lines.append(f"with loss_fn=redco_eqx.split_activations(loss_fn), {str(split).splitlines()[0]}")
+            lines.append(
+                "with loss_fn=redco_eqx.split_activations(loss_fn), "
+                f"{str(split).splitlines()[0]}"
+            )
         return "\n".join(lines)
 
 
 def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decision]]:
-    """Merge rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
+    """Merge rows that differ only in the numbers of their paths:
+    `(path, number of rows, an example)`."""
     groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
-        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # every second word is a number
+        # Every second word is a number.
+        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)
         key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
         groups.setdefault(key, []).append((words, d))
     for members in groups.values():
         columns = enumerate(zip(*(words for words, _ in members)))
-        path = "".join(_numbers(column) if i % 2 else column[0] for i, column in columns)
+        path = "".join(
+            _numbers(column) if i % 2 else column[0] for i, column in columns
+        )
         yield path, len(members), members[0][1]
 
 
@@ -140,4 +168,6 @@ def _numbers(texts: Sequence[str]) -> str:
     if len(values) == 1:
         return str(values[0])
     is_run = values[-1] - values[0] == len(values) - 1
-    return f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
+    return (
+        f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
+    )

@@ -1,4 +1,5 @@
-"""The kind of each array of a model: matrix, table, norm or bias. A stack of layers has the kinds of one."""
+"""The kind of each array of a model: matrix, table, norm or bias. A stack of layers has
+the kinds of one."""
 
 import re
 from typing import Literal, TypeAlias
@@ -12,11 +13,12 @@ Kind: TypeAlias = Literal["matrix", "table", "norm", "bias", "other"]
 
 
 def parameter_kinds(model: PyTree) -> dict[str, Kind]:
-    """Tell for each array of `model` whether it is a matrix, a table, part of a norm, or a bias.
+    """Tell for each array of `model` whether it is a matrix, a table, part of a norm,
+    or a bias.
 
-    Use the kinds to decide what an optimizer does with each array. The number of dims does not tell a norm from
-    a matrix: the norms of stacked layers (`eqx.filter_vmap`, `stacked=True`) have two dims, and so do their
-    biases.
+    Use the kinds to decide what an optimizer does with each array. The number of dims
+    does not tell a norm from a matrix: the norms of stacked layers (`eqx.filter_vmap`,
+    `stacked=True`) have two dims, and so do their biases.
 
     ```python
     kinds = rx.parameter_kinds(model)
@@ -26,21 +28,24 @@ def parameter_kinds(model: PyTree) -> dict[str, Kind]:
 
     **Arguments:**
 
-    - `model`: any PyTree; its arrays may be abstract. Pass a model with an `eqx.nn.State` without that state.
+    - `model`: any PyTree; its arrays may be abstract. Pass a model with an
+        `eqx.nn.State` without that state.
 
     **Returns:**
 
-    The kind of each array, by path. A list of layers, a stack of these layers, and one layer alone have the
-    same kinds.
+    The kind of each array, by path. A list of layers, a stack of these layers, and one
+    layer alone have the same kinds.
 
-    - `"matrix"`: the weight of a linear layer, the kernel of a convolution, the factors of a LoRA branch, and
-        the matrices of experts. So is any other array with two dims or more, after those that count layers.
+    - `"matrix"`: the weight of a linear layer, the kernel of a convolution, the factors
+        of a LoRA branch, and the matrices of experts. So is any other array with two
+        dims or more, after those that count layers.
     - `"table"`: an embedding, or a table of positions.
     - `"norm"`: a scale or a shift in a norm.
     - `"bias"`: the bias of any other layer.
-    - `"other"`: an array that is not floating (it is not trained), a vector or scalar with another name, and an
-        array with two dims that may be a stack of vectors. The last is possible only in modules of your own
-        whose arrays have names that do not say what they are.
+    - `"other"`: an array that is not floating (it is not trained), a vector or scalar
+        with another name, and an array with two dims that may be a stack of vectors.
+        The last is possible only in modules of your own whose arrays have names that do
+        not say what they are.
     """
     return {leaf.path: _kind(leaf) for leaf in read_model(model).arrays()}
 
@@ -60,13 +65,17 @@ def _kind(leaf: Node) -> Kind:
         return "norm"
     if owner.table is not None and leaf is owner.table.weight:
         return "table"
-    if name in ("weight", "kernel") and any(hasattr(owner.value, size) for size in _LAYER_SIZES):
+    if name in ("weight", "kernel") and any(
+        hasattr(owner.value, size) for size in _LAYER_SIZES
+    ):
         return "matrix"
     # Then by name. A size of 1 counts no features, as in (1, 1, features).
     num_dims = sum(size > 1 for size in leaf.shape[leaf.stack :])
     is_low = _may_be_stacked(leaf)
     may_be_vector = num_dims == 1 or is_low
-    if may_be_vector and any(_NORM_NAMES.search(node.name.lower()) for node in (leaf, owner)):
+    if may_be_vector and any(
+        _NORM_NAMES.search(node.name.lower()) for node in (leaf, owner)
+    ):
         return "norm"
     if num_dims > 1 and TABLE_NAMES.search(name):
         return "table"
@@ -80,17 +89,25 @@ def _kind(leaf: Node) -> Kind:
 
 
 def _may_be_stacked(leaf: Node) -> bool:
-    """True if the first dim of `leaf` may count layers, although no type of a module says so.
+    """True if the first dim of `leaf` may count layers, although no type of a module
+    says so.
 
-    Then all arrays of some module around it have the same first size, none is a vector, and one has more dims
-    than `leaf`: `{"up": (layers, d, f), "down": (layers, f, d), "scale": (layers, d)}`.
+    Then all arrays of some module around it have the same first size, none is a vector,
+    and one has more dims than `leaf`: `{"up": (layers, d, f), "down": (layers, f, d),
+    "scale": (layers, d)}`.
     """
     rank = len(leaf.shape) - leaf.stack
     around = leaf.parent
-    while around is not None and around.stack == leaf.stack and not around.has_known_rank:
+    while (
+        around is not None and around.stack == leaf.stack and not around.has_known_rank
+    ):
         shapes = [x.shape[leaf.stack :] for x in around.arrays()]
         ranks = [len(shape) for shape in shapes]
-        if min(ranks) >= 2 and max(ranks) > rank and len({shape[0] for shape in shapes}) == 1:
+        if (
+            min(ranks) >= 2
+            and max(ranks) > rank
+            and len({shape[0] for shape in shapes}) == 1
+        ):
             return True
         around = around.parent
     return False

@@ -1,7 +1,9 @@
-"""The model as the path rules see it: named nodes, and the dims that a split cuts in a matrix and its bias.
+"""The model as the path rules see it: named nodes, and the dims that a split cuts in a
+matrix and its bias.
 
-This file does not decide which matrices are split: `roles.py` does. A matrix is anything that acts like a
-Linear: a module with a 2-D `weight` or `kernel`, a convolution, or one of these with a LoRA branch beside it.
+This file does not decide which matrices are split: `roles.py` does. A matrix is
+anything that acts like a Linear: a module with a 2-D `weight` or `kernel`, a
+convolution, or one of these with a LoRA branch beside it.
 """
 
 import dataclasses
@@ -18,10 +20,12 @@ from redco_eqx._base.tree import children, is_array, join
 class Node:
     """A node of the model. Only the shapes and dtypes of its arrays count.
 
-    - `stack`: the number of leading dims that count stacked copies, for every array below.
-    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
-    - `is_block`: true if the node is one of several (a stack, or an element of a list in which each has
-        matrices). No matrix inside it then follows one outside.
+    - `stack`: the number of leading dims that count stacked copies, for every array
+        below.
+    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table
+        (rows to features).
+    - `is_block`: true if the node is one of several (a stack, or an element of a list
+        in which each has matrices). No matrix inside it then follows one outside.
     """
 
     path: str
@@ -48,7 +52,8 @@ class Node:
 
     @property
     def has_known_rank(self) -> bool:
-        """True if the type of some module below says how many dims its weight has without stacked copies."""
+        """True if the type of some module below says how many dims its weight has
+        without stacked copies."""
         return any(_own_stack(node) is not None for node in self.walk())
 
     def child(self, *names: str) -> "Node | None":
@@ -70,7 +75,8 @@ class Node:
         return [matrix for child in self.children for matrix in child.matrices()]
 
     def attribute(self, *names: str) -> int | None:
-        """The first positive int among these attributes of the module or of the module's `config`."""
+        """The first positive int among these attributes of the module or of the
+        module's `config`."""
         owners = (self.value, getattr(self.value, "config", None))
         found = [getattr(owner, name, None) for owner in owners for name in names]
         return next((x for x in found if type(x) is int and x > 0), None)
@@ -86,7 +92,8 @@ class Matrix:
     out_dim: int
     parts: int = 1  # number of fused matrices, separated by a dim before `out_dim`
     bias: Node | None = None
-    # The bias and the factors of a LoRA branch: each with the split that cuts it, and the dim that is cut.
+    # The bias and the factors of a LoRA branch: each with the split that cuts it, and
+    # the dim that is cut.
     followers: list[tuple[Node, str, int]] = dataclasses.field(default_factory=list)
 
     @property
@@ -98,9 +105,12 @@ class Matrix:
         return self.weight.shape[self.out_dim] * self.parts
 
     def cut(self, split: str) -> dict[Node, int | None]:
-        """The dim of each array that a `column` or `row` split cuts, or `None` if the array stays whole."""
+        """The dim of each array that a `column` or `row` split cuts, or `None` if the
+        array stays whole."""
         dims = {self.weight: {"column": self.out_dim, "row": self.in_dim}.get(split)}
-        return dims | {node: dim if split == own else None for node, own, dim in self.followers}
+        return dims | {
+            node: dim if split == own else None for node, own, dim in self.followers
+        }
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of the matrix's path below `scope`, in lower case."""
@@ -108,7 +118,8 @@ class Matrix:
 
 
 def read_model(model: PyTree) -> Node:
-    """Read a model and return the root node. Arrays that `eqx.nn.Shared` ties appear once."""
+    """Read a model and return the root node. Arrays that `eqx.nn.Shared` ties appear
+    once."""
     root = _read(model, "", "", None)
     _find_stacks(root, 0)
     for node in root.walk():
@@ -116,7 +127,9 @@ def read_model(model: PyTree) -> Node:
     for node in root.walk():
         _attach_lora(node)
     for node in root.walk():
-        if isinstance(node.value, list | tuple) and all(len(c.matrices()) > 1 for c in node.children):
+        if isinstance(node.value, list | tuple) and all(
+            len(c.matrices()) > 1 for c in node.children
+        ):
             for child in node.children:
                 child.is_block = True
     return root
@@ -124,12 +137,15 @@ def read_model(model: PyTree) -> Node:
 
 def _read(value: PyTree, path: str, name: str, parent: Node | None) -> Node:
     node = Node(path, name, value, parent)
-    node.children = [_read(child, join(path, key), key, node) for key, child in children(value)]
+    node.children = [
+        _read(child, join(path, key), key, node) for key, child in children(value)
+    ]
     return node
 
 
 def _find_stacks(node: Node, stack: int) -> None:
-    """Set `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims than their type says."""
+    """Set `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims
+    than their type says."""
     known = [own for own in map(_own_stack, node.walk()) if own is not None]
     shapes = [leaf.shape for leaf in node.arrays()]
     while known and min(known) > stack and len({s[: stack + 1] for s in shapes}) == 1:
@@ -141,11 +157,13 @@ def _find_stacks(node: Node, stack: int) -> None:
 
 
 def _own_stack(node: Node) -> int | None:
-    """Count the extra dims of this module's weight, if its type says how many dims there should be."""
+    """Count the extra dims of this module's weight, if its type says how many dims
+    there should be."""
     weight = node.child("weight", "kernel")
     if weight is None or len(weight.shape) < 2:
         return None
-    window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
+    window = getattr(node.value, "kernel_size", None)
+    out = getattr(node.value, "out_features", None)
     if isinstance(window, tuple):
         return len(weight.shape) - 2 - len(window)
     if out is not None or hasattr(node.value, "num_embeddings"):
@@ -153,35 +171,59 @@ def _own_stack(node: Node) -> int | None:
     return None
 
 
-TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
+TABLE_NAMES = re.compile(
+    r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)"
+)
 
 
 def _find_matrix(node: Node) -> None:
-    """Set `table` or `matrix` of a node that is an embedding table or acts like a Linear."""
-    weight, bias, stack = node.child("weight", "kernel"), node.child("bias"), node.stack
+    """Set `table` or `matrix` of a node that is an embedding table or acts like a
+    Linear."""
+    weight = node.child("weight", "kernel")
+    bias = node.child("bias")
+    stack = node.stack
     if weight is None or node.is_norm:
         return
     rank = len(weight.shape) - stack
-    window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
-    is_named = "embed" in type(node.value).__name__.lower() or TABLE_NAMES.search(node.name)
-    is_table = hasattr(node.value, "num_embeddings") or (is_named and not hasattr(node.value, "in_features"))
+    window = getattr(node.value, "kernel_size", None)
+    out = getattr(node.value, "out_features", None)
+    is_named = "embed" in type(node.value).__name__.lower() or TABLE_NAMES.search(
+        node.name
+    )
+    is_table = hasattr(node.value, "num_embeddings") or (
+        is_named and not hasattr(node.value, "in_features")
+    )
     if is_table and rank == 2:
         node.table = Matrix(node, weight, stack, stack + 1)
         return
     if node.attribute("groups") not in (None, 1):
         return
     if isinstance(window, tuple) and rank == 2 + len(window):
-        dims, parts = (stack + 1, stack), 1
+        dims = (stack + 1, stack)
+        parts = 1
     elif isinstance(out, tuple) and rank == 3:
-        # Matrices of the same shape, separated by a dim: `(in, parts, out)` or `(parts, out, in)`.
-        dims, parts = (stack, stack + 2) if out == weight.shape[stack + 1 :] else (stack + 2, stack + 1), out[0]
+        # Matrices of the same shape, separated by a dim: `(in, parts, out)` or
+        # `(parts, out, in)`.
+        dims = (
+            (stack, stack + 2)
+            if out == weight.shape[stack + 1 :]
+            else (stack + 2, stack + 1)
+        )
+        parts = out[0]
     elif rank == 2:
-        dims, parts = (stack + 1, stack) if _is_out_first(node, weight, bias) else (stack, stack + 1), 1
+        dims = (
+            (stack + 1, stack)
+            if _is_out_first(node, weight, bias)
+            else (stack, stack + 1)
+        )
+        parts = 1
     else:
         return
     node.matrix = Matrix(node, weight, *dims, parts=parts)
     bias_dim = stack + (parts > 1)
-    if bias is not None and bias.shape[bias_dim:][:1] == (weight.shape[node.matrix.out_dim],):
+    if bias is not None and bias.shape[bias_dim:][:1] == (
+        weight.shape[node.matrix.out_dim],
+    ):
         node.matrix.bias = bias
         node.matrix.followers.append((bias, "column", bias_dim))
 
@@ -191,21 +233,31 @@ def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
     out = getattr(node.value, "out_features", None if bias is None else bias.shape[-1])
     if first != second and out in (first, second):
         return out == first
-    # Some models call a Linear that is stored (in, out) a Conv1D, which is what it was in the first of them.
+    # Some models call a Linear that is stored (in, out) a Conv1D, which is what it was
+    # in the first of them.
     return weight.name == "weight" and type(node.value).__name__ != "Conv1D"
 
 
 def _attach_lora(node: Node) -> None:
     """Combine a matrix and the branch `in -> rank -> out` beside it into one matrix."""
-    factors = {c.name.lower(): c if c.is_array else c.child("weight", "kernel") for c in node.children}
-    down, up = factors.get("lora_a"), factors.get("lora_b")
+    factors = {
+        c.name.lower(): c if c.is_array else c.child("weight", "kernel")
+        for c in node.children
+    }
+    down = factors.get("lora_a")
+    up = factors.get("lora_b")
     bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
     if down is None or up is None or len(bases) != 1 or node.matrix is not None:
         return
     (base,) = bases
     if base.in_size in down.shape[-2:] and base.out_size in up.shape[-2:]:
-        for factor, split, size in (down, "row", base.in_size), (up, "column", base.out_size):
-            base.followers.append((factor, split, node.stack + factor.shape[-2:].index(size)))
+        for factor, split, size in (
+            (down, "row", base.in_size),
+            (up, "column", base.out_size),
+        ):
+            base.followers.append(
+                (factor, split, node.stack + factor.shape[-2:].index(size))
+            )
         base.node, node.matrix = node, base
 
 
@@ -213,23 +265,30 @@ def _attach_lora(node: Node) -> None:
 
 
 def named(names: str, name: str) -> bool:
-    """True if a field's name is one of `names`, either alone or with a usual prefix or suffix.
+    """True if a field's name is one of `names`, either alone or with a usual prefix or
+    suffix.
 
     Examples are `to_q`, `wq`, `q_proj`, `c_proj` and `fc_out`.
     """
-    return re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name) is not None
+    return (
+        re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name)
+        is not None
+    )
 
 
 _KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
-_LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"  # names of the last matrix in a module
+# Names of the last matrix in a module.
+_LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"
 
 
 @dataclasses.dataclass(eq=False)
 class Link:
-    """One step of a chain: a matrix, or parallel siblings of the same shape that read the same input.
+    """One step of a chain: a matrix, or parallel siblings of the same shape that read
+    the same input.
 
     - `is_last`: true if the name says that nothing follows in the same module.
-    - `is_known`: true if more than the order of the fields gives the place of the link in the chain.
+    - `is_known`: true if more than the order of the fields gives the place of the link
+        in the chain.
     """
 
     in_size: int
@@ -239,33 +298,44 @@ class Link:
     is_known: bool = True
 
     def feeds(self, after: "Link") -> bool:
-        """True if the output fits the input of `after`, whole or as the two halves of a fused gate."""
+        """True if the output fits the input of `after`, whole or as the two halves of a
+        fused gate."""
         return self.out_size in (after.in_size, 2 * after.in_size)
 
 
 def is_guess(chain: list[Link]) -> bool:
-    """True if no name gives the order of the matrices in the chain: they could also be an attention layer."""
+    """True if no name gives the order of the matrices in the chain: they could also be
+    an attention layer."""
     unknown = [matrix for link in chain if not link.is_known for matrix in link.members]
     return len(unknown) > 1 and not any(link.is_last for link in chain)
 
 
 def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
-    """The chains of the matrices in one module. A matrix that feeds no other is a chain by itself.
+    """The chains of the matrices in one module. A matrix that feeds no other is a chain
+    by itself.
 
-    In a list, each matrix follows the one before. If the shapes of fields allow both orders, a matrix whose
-    name says that it is last comes last. Otherwise, groups of siblings come first, then the matrix with more
-    outputs than inputs, then the one that is defined first (dict keys are sorted, so their order is the weakest
+    In a list, each matrix follows the one before. If the shapes of fields allow both
+    orders, a matrix whose name says that it is last comes last. Otherwise, groups of
+    siblings come first, then the matrix with more outputs than inputs, then the one
+    that is defined first (dict keys are sorted, so their order is the weakest
     evidence).
     """
     is_list = isinstance(scope.value, list | tuple)
     links = _links(scope, matrices, is_list)
-    rank = {a: (not a.is_last, len(a.members), a.out_size, -i) for i, a in enumerate(links)}
+    rank = {
+        a: (not a.is_last, len(a.members), a.out_size, -i) for i, a in enumerate(links)
+    }
     left = list(links)
 
     def next_of(a: Link) -> Link | None:
         others = links[links.index(a) + 1 :][:1] if is_list else left
         return next(
-            (b for b in others if a.feeds(b) and (is_list or not b.feeds(a) or rank[a] > rank[b])), None
+            (
+                b
+                for b in others
+                if a.feeds(b) and (is_list or not b.feeds(a) or rank[a] > rank[b])
+            ),
+            None,
         )
 
     chains: list[list[Link]] = []
@@ -283,21 +353,29 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
 def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     """Group matrices into links.
 
-    Matrices of the same shape are parallel siblings, and so one link (gate and up), if they are fields or lie
-    in one element of a list. Square matrices could also follow one another. Their names may say that they do,
-    by numbers or by a name that comes last. They are then not siblings.
+    Matrices of the same shape are parallel siblings, and so one link (gate and up), if
+    they are fields or lie in one element of a list. Square matrices could also follow
+    one another. Their names may say that they do, by numbers or by a name that comes
+    last. They are then not siblings.
     """
     paths = [matrix.name_in(scope) for matrix in matrices]
     stems = [path[-1].rstrip("0123456789") for path in paths]
     shapes = [(matrix.in_size, matrix.out_size) for matrix in matrices]
-    series, runs = Counter(stems), Counter(zip(stems, shapes))
+    series = Counter(stems)
+    runs = Counter(zip(stems, shapes))
     links: dict[tuple[object, ...], Link] = {}
     for matrix, path, stem, shape in zip(matrices, paths, stems, shapes):
-        name, is_square, is_last = path[-1], shape[0] == shape[1], named(_LAST, path[-1])
+        name = path[-1]
+        is_square = shape[0] == shape[1]
+        is_last = named(_LAST, path[-1])
         is_alone = is_square and (is_last or (stem != name and runs[stem, shape] > 1))
-        link = links.setdefault((path[0] if is_list else "", shape, name if is_alone else ""), Link(*shape, []))
+        link = links.setdefault(
+            (path[0] if is_list else "", shape, name if is_alone else ""),
+            Link(*shape, []),
+        )
         link.is_last = is_last
-        # Two or three numbered names are an order (`conv1`, `conv2`); four could be an attention layer.
+        # Two or three numbered names are an order (`conv1`, `conv2`); four could be an
+        # attention layer.
         is_series = stem != name and 1 < series[stem] < 4
         link.is_known = is_list or not is_square or is_last or is_series
         link.members.append(matrix)

@@ -22,22 +22,31 @@ from redco_eqx._base.tree import is_key
 
 
 def give_threads() -> None:
-    """Give JAX's CPU client, if it does not exist yet, three threads per virtual device.
+    """Give JAX's CPU client, if it does not exist yet, three threads per virtual
+    device.
 
-    By default, the client has one thread per virtual device, or one per core if there are more cores.
-    A collective keeps its thread until all devices have reached it, and XLA runs independent collectives in any
-    order. So some devices may wait in one collective and the others in another, with no thread left to finish
-    either. After 40 seconds, the process is aborted. A scan over layers alongside the gradient of a table is
-    enough to cause this. Three threads per device are enough for three collectives at a time; more threads
-    only cost time.
+    By default, the client has one thread per virtual device, or one per core if there
+    are more cores. A collective keeps its thread until all devices have reached it, and
+    XLA runs independent collectives in any order. So some devices may wait in one
+    collective and the others in another, with no thread left to finish either. After 40
+    seconds, the process is aborted. A scan over layers alongside the gradient of a
+    table is enough to cause this. Three threads per device are enough for three
+    collectives at a time; more threads only cost time.
 
-    A value that is already set in the environment is kept. jaxlib 0.10.2 needs this; with 0.12.0, the test
-    program ran with one thread per device. No upstream issue is known.
+    A value that is already set in the environment is kept. jaxlib 0.10.2 needs this;
+    with 0.12.0, the test program ran with one thread per device. No upstream issue is
+    known.
     """
-    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *map(int, flags)])
+    flags = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    num_devices = max(
+        [getattr(jax.config, "jax_num_cpu_devices", -1), *map(int, flags)]
+    )
     if num_devices > 1:  # XLA reads this when it makes the client
-        os.environ.setdefault("PJRT_NPROC", str(max(3 * num_devices, os.cpu_count() or 1)))
+        os.environ.setdefault(
+            "PJRT_NPROC", str(max(3 * num_devices, os.cpu_count() or 1))
+        )
 
 
 A = ParamSpec("A")
@@ -48,7 +57,8 @@ BATCH_AXES = ("data", "fsdp")
 
 
 class ShardingWarning(UserWarning):
-    """Warns that much of a model, a large array that no rule could split, or a batch is whole on every device.
+    """Warns that much of a model, a large array that no rule could split, or a batch is
+    whole on every device.
 
     It also warns if the path rules had to guess.
     """
@@ -64,69 +74,88 @@ def make_mesh(
     """Create a mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
 
     ```python
-    mesh = rx.make_mesh()                           # all devices for data
-    mesh = rx.make_mesh(tensor=4)                   # each layer over four devices, the batch over the rest
+    mesh = rx.make_mesh()          # all devices for data
+    mesh = rx.make_mesh(tensor=4)  # each layer over four devices, batches over the rest
     mesh = rx.make_mesh(data=2, fsdp=2, tensor=2)
     ```
 
-    On virtual CPU devices, call this function before anything else uses JAX. It then gives the devices enough
-    threads, so that they do not wait for one another forever (it sets `PJRT_NPROC` in the environment, unless
-    it is already set).
+    On virtual CPU devices, call this function before anything else uses JAX. It then
+    gives the devices enough threads, so that they do not wait for one another forever
+    (it sets `PJRT_NPROC` in the environment, unless it is already set).
 
     **Arguments:**
 
-    - `tensor`: the number of devices over which each layer's matrices are split (Megatron).
-    - `fsdp`: the number of devices over which parameters and optimizer state are split, and gathered for use
-        (ZeRO). Each of these devices takes a different part of the batch.
+    - `tensor`: the number of devices over which each layer's matrices are split
+        (Megatron).
+    - `fsdp`: the number of devices over which parameters and optimizer state are split,
+        and gathered for use (ZeRO). Each of these devices takes a different part of the
+        batch.
     - `data`: the number of replicas; -1 takes all remaining devices.
-    - `devices`: the devices to use, by default `jax.devices()`. If you set `data` and fewer devices are needed,
-        the first ones are used (with one process only).
+    - `devices`: the devices to use, by default `jax.devices()`. If you set `data` and
+        fewer devices are needed, the first ones are used (with one process only).
 
     **Raises:**
 
-    `TypeError` or `ValueError` if the sizes are not positive, need more devices than there are, or do not
-    divide their number.
+    `TypeError` or `ValueError` if the sizes are not positive, need more devices than
+    there are, or do not divide their number.
     """
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
     check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
-    check_positive("make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data)
+    check_positive(
+        "make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data
+    )
     inner = fsdp * tensor
-    found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
+    found = (
+        f"there are {len(devices)} ({devices[0].platform})"
+        if devices
+        else "there are none"
+    )
     fills = data == -1 and len(devices) % inner == 0
     num_needed = f"a multiple of {inner}" if data == -1 else data * inner
     data = len(devices) // inner if fills else data
-    leaves_some_out = jax.process_count() > 1 and data * inner < len(devices)  # perhaps a whole process
+    # Perhaps a whole process.
+    leaves_some_out = jax.process_count() > 1 and data * inner < len(devices)
     if not 0 < data * inner <= len(devices) or leaves_some_out:
         raise ValueError(
-            f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {num_needed} devices, but {found}. "
-            "With several processes, use all devices, or pass devices=. To make virtual devices on CPU, call "
+            f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {num_needed} "
+            f"devices, but {found}. With several processes, use all devices, or pass "
+            "devices=. To make virtual devices on CPU, call "
             'jax.config.update("jax_num_cpu_devices", N) before the first use of JAX.'
         )
     devices = devices[: data * inner]
-    # Do not use `jax.make_mesh`, which refuses shapes that split a torus axis, such as (1, 8, 8) on 4 x 4 x 4.
-    grid = mesh_utils.create_device_mesh((data, fsdp, tensor), devices, allow_split_physical_axes=True)
+    # Do not use `jax.make_mesh`, which refuses shapes that split a torus axis, such as
+    # (1, 8, 8) on 4 x 4 x 4.
+    grid = mesh_utils.create_device_mesh(
+        (data, fsdp, tensor), devices, allow_split_physical_axes=True
+    )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raise `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the layout of a model."""
+    """Raise `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the
+    layout of a model."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
-            f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. Use make_mesh(tensor=...). The "
-            "model comes before the mesh."
+            f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. Use "
+            "make_mesh(tensor=...). The model comes before the mesh."
         )
     if not any(axis in mesh.shape for axis in AXES):
         raise ValueError(
-            f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. Use "
-            'jax.sharding.Mesh(mesh.devices, ("data", "tensor")), with such a name for each of your axes.'
+            f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is "
+            "needed. Use "
+            'jax.sharding.Mesh(mesh.devices, ("data", "tensor")), with such a name for '
+            "each of your axes."
         )
-    explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
+    explicit = [
+        a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto
+    ]
     if explicit:
         raise ValueError(
-            f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            "default), but here the compiler propagates layouts. Use jax.sharding.Mesh(mesh.devices, "
-            "mesh.axis_names), or axis_types=(AxisType.Auto,) * number_of_axes."
+            f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh "
+            "makes them Explicit by default), but here the compiler propagates "
+            "layouts. Use jax.sharding.Mesh(mesh.devices, mesh.axis_names), or "
+            "axis_types=(AxisType.Auto,) * number_of_axes."
         )
 
 
@@ -136,7 +165,8 @@ def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
-    """The number of shards that an entry of a spec makes. An axis that the mesh lacks counts as size 1."""
+    """The number of shards that an entry of a spec makes. An axis that the mesh lacks
+    counts as size 1."""
     return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
@@ -150,13 +180,16 @@ def misfit(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh)
         return str(error)
     for dim, (size, axes) in enumerate(zip(shape, spec)):
         if size % axis_size(mesh, axes):
-            return f"dim {dim} of size {size} does not divide into {axis_size(mesh, axes)} parts."
+            return (
+                f"dim {dim} of size {size} does not divide into "
+                f"{axis_size(mesh, axes)} parts."
+            )
     return ""
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of a batch: its leading dim is split over `("data", "fsdp")`, and its other dims
-    are whole.
+    """Return the sharding of a batch: its leading dim is split over `("data", "fsdp")`,
+    and its other dims are whole.
 
     ```python
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
@@ -178,43 +211,64 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 
 
 STORED = ("fsdp", "tensor")
-"""An entry of a spec: the dim is split over both axes where the array is stored, and whole for use.
+"""An entry of a spec: the dim is split over both axes where the array is stored, and
+whole for use.
 
-If `tensor` is alone in an entry, or before `fsdp`, it splits the array for use. Only this library gives the
-order this meaning. In JAX, it is an order of devices.
+If `tensor` is alone in an entry, or before `fsdp`, it splits the array for use. Only
+this library gives the order this meaning. In JAX, it is an order of devices.
 """
 
 
 def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes that split an array only where it is stored: `fsdp`, and any `tensor` after it in an entry."""
-    return STORED if STORED in tuple(spec) else ("fsdp",) if "fsdp" in axes_of(spec) else ()
+    """The axes that split an array only where it is stored: `fsdp`, and any `tensor`
+    after it in an entry."""
+    return (
+        STORED
+        if STORED in tuple(spec)
+        else ("fsdp",)
+        if "fsdp" in axes_of(spec)
+        else ()
+    )
 
 
-def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Restore the spec of an array that a program returned, with the entry that says whether `tensor` splits
-    it for use.
+def as_stored(
+    spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """Restore the spec of an array that a program returned, with the entry that says
+    whether `tensor` splits it for use.
 
     If there are several devices along `fsdp`, the spec already says this.
     """
     if axis_size(mesh, "fsdp") > 1:
         return spec
     tensor = STORED if is_stored else "tensor"
-    return PartitionSpec(*(tensor if entry in (STORED, "tensor") else entry for entry in spec))
+    return PartitionSpec(
+        *(tensor if entry in (STORED, "tensor") else entry for entry in spec)
+    )
 
 
 def for_use(spec: PartitionSpec) -> PartitionSpec:
     """The spec of an array that is gathered over its `stored_axes`."""
     stored = stored_axes(spec)
-    return PartitionSpec(*(tuple(axis for axis in axes_in(entry) if axis not in stored) for entry in spec))
+    return PartitionSpec(
+        *(
+            tuple(axis for axis in axes_in(entry) if axis not in stored)
+            for entry in spec
+        )
+    )
 
 
 def tensor_dim(spec: PartitionSpec) -> int | None:
     """The dim that `tensor` splits for use; `None` if it splits none."""
-    return next((dim for dim, entry in enumerate(for_use(spec)) if "tensor" in axes_in(entry)), None)
+    return next(
+        (dim for dim, entry in enumerate(for_use(spec)) if "tensor" in axes_in(entry)),
+        None,
+    )
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """The canonical form of a spec, without the `None`s that compiled programs put at the end."""
+    """The canonical form of a spec, without the `None`s that compiled programs put at
+    the end."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -241,26 +295,33 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # `jax.device_put` takes no keys
+        # `jax.device_put` takes no keys.
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if isinstance(x, jax.Array) and is_key(x):
-        data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
+        data = put_global(
+            jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec)
+        )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def from_callback(shape: tuple[int, ...], sharding: NamedSharding, callback: Callable[[Any], Any]) -> Array:
-    """Call `jax.make_array_from_callback`, also under a transfer guard, which takes it for
-    an implicit transfer."""
+def from_callback(
+    shape: tuple[int, ...], sharding: NamedSharding, callback: Callable[[Any], Any]
+) -> Array:
+    """Call `jax.make_array_from_callback`, also under a transfer guard, which takes it
+    for an implicit transfer."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(shape, sharding, callback)
 
 
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
-    """Run `function` as if `jax.set_mesh` had set no mesh, or the one that the function works on.
+    """Run `function` as if `jax.set_mesh` had set no mesh, or the one that the function
+    works on.
 
-    The function works on the mesh among its arguments, or else on the mesh of the first array among them. If
-    that mesh is set, it stays set: a loss may name its axes. Inside a `shard_map` nothing changes.
+    The function works on the mesh among its arguments, or else on the mesh of the first
+    array among them. If that mesh is set, it stays set: a loss may name its axes.
+    Inside a `shard_map` nothing changes.
     """
 
     @functools.wraps(function)
@@ -273,7 +334,11 @@ def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
 
 def _mesh_on(x: Any) -> Any:
     """Return the mesh of an array. This also works during tracing."""
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None)
+    sharding = (
+        jax.typeof(x).sharding
+        if isinstance(x, jax.Array)
+        else getattr(x, "sharding", None)
+    )
     return getattr(sharding, "mesh", None)
 
 
@@ -281,15 +346,19 @@ def _mesh_on(x: Any) -> Any:
 def context_of(*trees: Any) -> Iterator[None]:
     """Unset the current mesh while the context is active.
 
-    The mesh stays set if it is the first mesh among `trees`, or else the mesh of the first array that has one.
-    It also stays set if the arrays are on no mesh.
+    The mesh stays set if it is the first mesh among `trees`, or else the mesh of the
+    first array that has one. It also stays set if the arrays are on no mesh.
 
     Raises `ValueError` under a `jit`, because there the mesh cannot be unset.
     """
     found = jax.sharding.get_abstract_mesh()
     leaves = [] if found.empty or found.manual_axes else jax.tree.leaves(trees)
     own = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
-    meshes = (x.abstract_mesh for x in own or map(_mesh_on, leaves) if x is not None and not x.empty)
+    meshes = (
+        x.abstract_mesh
+        for x in own or map(_mesh_on, leaves)
+        if x is not None and not x.empty
+    )
     mesh = next(meshes, None)
     if mesh is None or mesh == found:
         yield
@@ -298,8 +367,9 @@ def context_of(*trees: Any) -> Iterator[None]:
         unset: Any = jax.set_mesh(None)
     except ValueError:
         raise ValueError(
-            f"this jit runs under jax.set_mesh with a mesh whose axes are {dict(found.shape)}, but the state "
-            f"lies on one whose axes are {dict(mesh.shape)}. Call jit_step in place of jax.jit, or call the "
+            "this jit runs under jax.set_mesh with a mesh whose axes are "
+            f"{dict(found.shape)}, but the state lies on one whose axes are "
+            f"{dict(mesh.shape)}. Call jit_step in place of jax.jit, or call the "
             "jitted function outside of that jax.set_mesh."
         ) from None
     with unset:

@@ -1,7 +1,8 @@
 """`explain`: a layout for any model, with reasons. `shard_rules`: only the layout.
 
-The layout comes from the program that uses the model, or else from paths, types and shapes. Both functions
-accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They place no arrays.
+The layout comes from the program that uses the model, or else from paths, types and
+shapes. Both functions accept abstract models (`eqx.filter_eval_shape`) and an
+`AbstractMesh`. They place no arrays.
 """
 
 import fnmatch
@@ -33,7 +34,8 @@ from redco_eqx._sharding.mesh import (
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
 
-if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
+if TYPE_CHECKING:
+    # Imported at run time only if there is a program, because most layouts need none.
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.tracing import TracedStep
 
@@ -55,54 +57,67 @@ def shard_rules(
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
 ) -> PyTree[NamedSharding | None]:
-    """Choose a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` per array.
+    """Choose a layout for `model` on `mesh`: a tree like the model, with a
+    `NamedSharding` per array.
 
-    With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis splits. This works for
-    any architecture and any names: among all splits that do not clash, it takes those that send the least for
-    the work that they divide. Without a program, two rules decide by names, types and shapes (RedCoast, section
-    3.1): consecutive Linear layers alternate between column and row splits, and an attention's output
-    projection is split opposite to its query, key and value. Embeddings and heads are split over the
-    vocabulary.
+    With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis
+    splits. This works for any architecture and any names: among all splits that do not
+    clash, it takes those that send the least for the work that they divide. Without a
+    program, two rules decide by names, types and shapes (RedCoast, section 3.1):
+    consecutive Linear layers alternate between column and row splits, and an
+    attention's output projection is split opposite to its query, key and value.
+    Embeddings and heads are split over the vocabulary.
 
-    The `fsdp` axis then splits the largest remaining dim of every matrix. Arrays of at least 4 MiB that
-    `tensor` cannot split (because heads or a vocabulary do not divide evenly) are stored split over
-    `("fsdp", "tensor")`. The steps gather them for use, as they gather arrays that `fsdp` splits. To place a
-    model, call `eqx.filter_shard(model, result)`.
+    The `fsdp` axis then splits the largest remaining dim of every matrix. Arrays of at
+    least 4 MiB that `tensor` cannot split (because heads or a vocabulary do not divide
+    evenly) are stored split over `("fsdp", "tensor")`. The steps gather them for use,
+    as they gather arrays that `fsdp` splits. To place a model, call
+    `eqx.filter_shard(model, result)`.
 
     ```python
-    shardings = rx.shard_rules(model, mesh)                                    # by two rules
-    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)      # by the program
+    shardings = rx.shard_rules(model, mesh)  # by two rules
+    # Or by the program:
+    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
     model = eqx.filter_shard(model, shardings)
     ```
 
     **Arguments:**
 
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
-    - `mesh`: from `make_mesh`, or any mesh of Auto axes, some of them named `data`, `fsdp`, `tensor`.
-    - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-        (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides. For
-        an entry `("fsdp", "tensor")`, both axes are gathered for use; for `("tensor", "fsdp")`, only `fsdp` is.
-    - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict function.
-    - `batch`: a batch for `loss_fn`, of real or abstract arrays. Only shapes and dtypes count, and the sizes
-        hardly matter. Pass a model with an `eqx.nn.State` as the pair `(model, state)`.
+    - `mesh`: from `make_mesh`, or any mesh of Auto axes, some of them named `data`,
+        `fsdp`, `tensor`.
+    - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole
+        path of a leaf (`layers.*.mlp.up.weight`; `*` also matches dots). The first
+        pattern that matches an array decides. For an entry `("fsdp", "tensor")`, both
+        axes are gathered for use; for `("tensor", "fsdp")`, only `fsdp` is.
+    - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict
+        function.
+    - `batch`: a batch for `loss_fn`, of real or abstract arrays. Only shapes and dtypes
+        count, and the sizes hardly matter. Pass a model with an `eqx.nn.State` as the
+        pair `(model, state)`.
 
     **Returns:**
 
-    A tree with the structure of `model`: `NamedSharding` where it has an array, `None` elsewhere.
+    A tree with the structure of `model`: `NamedSharding` where it has an array, `None`
+    elsewhere.
 
     **Raises:**
 
-    `ValueError` in these cases: an axis of the mesh is not Auto; an override matches nothing, names an axis
-    that the mesh does not have, repeats one, has more dims than the array, or does not divide it; only one of
-    `loss_fn` and `batch` is given, or they do not run on abstract arrays; a function in the model holds an
-    array (in a closure, for example).
+    `ValueError` in these cases: an axis of the mesh is not Auto; an override matches
+    nothing, names an axis that the mesh does not have, repeats one, has more dims than
+    the array, or does not divide it; only one of `loss_fn` and `batch` is given, or
+    they do not run on abstract arrays; a function in the model holds an array (in a
+    closure, for example).
 
-    Warns with `ShardingWarning` if names do not give the order of several square matrices, so that the path
-    rules used the order of the fields. It also warns, once, if more than 5% of the model is replicated for any
-    reason, or if an array over 1 MiB is replicated because no rule matches it or its dims do not divide evenly.
-    The warning lists the largest arrays.
+    Warns with `ShardingWarning` if names do not give the order of several square
+    matrices, so that the path rules used the order of the fields. It also warns, once,
+    if more than 5% of the model is replicated for any reason, or if an array over 1 MiB
+    is replicated because no rule matches it or its dims do not divide evenly. The
+    warning lists the largest arrays.
     """
-    explanation = explain(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
+    explanation = explain(
+        model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch
+    )
     _warn(explanation.decisions, mesh)
     return explanation.shardings
 
@@ -116,11 +131,13 @@ def explain(
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
 ) -> Explanation:
-    """Explain the layout that `shard_rules` chooses: the role of each array, and the reason for it.
+    """Explain the layout that `shard_rules` chooses: the role of each array, and the
+    reason for it.
 
-    It takes the same arguments as `shard_rules`, and raises the same errors. `print(explain(model, mesh))`
-    shows a table, in which layers with the same layout share a row (`layers.[0-11].mlp.up.weight`). The last
-    line says what [`split_activations`][] would send, if that is more than 10% less.
+    It takes the same arguments as `shard_rules`, and raises the same errors.
+    `print(explain(model, mesh))` shows a table, in which layers with the same layout
+    share a row (`layers.[0-11].mlp.up.weight`). The last line says what
+    [`split_activations`][] would send, if that is more than 10% less.
 
     ```python
     explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
@@ -133,26 +150,44 @@ def explain(
     chosen = match_overrides(model, mesh, overrides)
     # The explanation must not hold the memory of the model.
     model = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, model
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
+        ),
+        model,
     )
-    return explain_by(analysis_of(model, mesh, loss_fn, batch, chosen), model, mesh, chosen)
+    return explain_by(
+        analysis_of(model, mesh, loss_fn, batch, chosen), model, mesh, chosen
+    )
 
 
-def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
-    """Raise `TypeError` or `ValueError` if an argument is not a model, a mesh, or a list of overrides."""
+def check_arguments(
+    model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides
+) -> None:
+    """Raise `TypeError` or `ValueError` if an argument is not a model, a mesh, or a
+    list of overrides."""
     check_mesh(mesh)
     if hasattr(model, "opt_state"):
-        raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
+        raise TypeError(
+            f"shard_rules: model is a {type(model).__name__}. Pass the model in it: "
+            "state.model."
+        )
     if isinstance(model, type):
-        raise TypeError(f"shard_rules: model is the class {model.__name__}, not one of its instances.")
+        raise TypeError(
+            f"shard_rules: model is the class {model.__name__}, not one of its "
+            "instances."
+        )
     check_captured("shard_rules", model)
     for pair in overrides:
         match pair:
-            case (str(), PartitionSpec() as spec) if PartitionSpec.UNCONSTRAINED not in tuple(spec):
+            case (str(), PartitionSpec() as spec) if (
+                PartitionSpec.UNCONSTRAINED not in tuple(spec)
+            ):
                 continue
         raise TypeError(
-            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but has {pair!r}. For a dict, pass "
-            'list(overrides.items()). For a spec of axes, use jax.sharding.PartitionSpec("tensor").'
+            "overrides must be pairs, [(pattern, PartitionSpec), ...], but has "
+            f"{pair!r}. For a dict, pass "
+            "list(overrides.items()). For a spec of axes, use "
+            'jax.sharding.PartitionSpec("tensor").'
         )
 
 
@@ -163,18 +198,22 @@ def analysis_of(
     batch: PyTree,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
-    """Analyse the program, if there is one, and decide the layout of the arrays that `chosen` does not contain.
+    """Analyse the program, if there is one, and decide the layout of the arrays that
+    `chosen` does not contain.
 
-    Warns and returns `None` for a program that cannot be read, such as one from a JAX version newer than this
-    library: the path rules are then better than no layout.
+    Warns and returns `None` for a program that cannot be read, such as one from a JAX
+    version newer than this library: the path rules are then better than no layout.
     """
     if loss_fn is None and batch is None:
         return None
     if loss_fn is None or batch is None:
-        given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
+        given, missing = (
+            ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
+        )
         raise ValueError(
-            f"shard_rules: {given} is given, but not {missing}. Pass both to let the traced program decide. "
-            "Pass neither to let the path rules decide, by names and shapes."
+            f"shard_rules: {given} is given, but not {missing}. Pass both to let the "
+            "traced program decide. Pass neither to let the path rules decide, by "
+            "names and shapes."
         )
     from redco_eqx._dataflow.tracing import trace_step
 
@@ -183,7 +222,10 @@ def analysis_of(
         return analyse(traced, model, mesh, chosen)
     except Exception as error:
         why = f"({type(error).__name__}: {error}, with JAX {jax.__version__})"
-        text = f"shard_rules: the program could not be read {why}. Names and shapes decide. Please report this."
+        text = (
+            f"shard_rules: the program could not be read {why}. Names and shapes "
+            "decide. Please report this."
+        )
         warn(text, ShardingWarning)
         return None
 
@@ -194,37 +236,54 @@ def analyse(
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis":
-    """Weigh every split in the traced program of a model, and choose a layout of the parameters."""
+    """Weigh every split in the traced program of a model, and choose a layout of the
+    parameters."""
     from redco_eqx._dataflow.engine import choose_layout, weigh
 
     tensor = axis_size(mesh, "tensor")
     arrays = to_arrays(model)
 
     def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
-        x, role = arrays[path], Role("buffer" if is_buffer else "whole", "", dim, stack)
+        x = arrays[path]
+        role = Role("buffer" if is_buffer else "whole", "", dim, stack)
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
         return float(_shard_bytes(x, spec, mesh))
 
-    # With arrays split over `fsdp`, the steps recompute all but products, see `gather_where_used`.
-    recomputes, num_shards = axis_size(mesh, "fsdp") > 1, num_batch_shards(mesh)
-    analysis = weigh(traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes)
-    given = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
+    # With arrays split over `fsdp`, the steps recompute all but products, see
+    # `gather_where_used`.
+    recomputes = axis_size(mesh, "fsdp") > 1
+    num_shards = num_batch_shards(mesh)
+    analysis = weigh(
+        traced, tensor=tensor, num_shards=num_shards, held=held, recomputes=recomputes
+    )
+    given = {
+        path: role.dim
+        for path, role in tensor_roles(model, tensor).items()
+        if role.dim is not None
+    }
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
     return choose_layout(analysis, given=given, fixed=fixed)
 
 
 def explain_by(
-    analysis: "Analysis | None", model: PyTree, mesh: Mesh | AbstractMesh, chosen: Chosen = MappingProxyType({})
+    analysis: "Analysis | None",
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    chosen: Chosen = MappingProxyType({}),
 ) -> Explanation:
-    """The layout from the analysis of a program, or from the path rules if there is no analysis.
+    """The layout from the analysis of a program, or from the path rules if there is no
+    analysis.
 
     The analysis uses only the `tensor` axis of the mesh.
     """
     arrays = to_arrays(model)
     if analysis is None:
-        roles, clean = tensor_roles(model, axis_size(mesh, "tensor")), {}
+        roles = tensor_roles(model, axis_size(mesh, "tensor"))
+        clean = {}
     else:
-        roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
+        roles = dict.fromkeys(
+            arrays, Role("buffer", "a NumPy array: a constant of the program")
+        )
         roles |= {path: Role(*found) for path, found in analysis.roles().items()}
         clean = analysis.clean_dims(axis_size(mesh, "fsdp"))
     decisions = {}
@@ -232,35 +291,56 @@ def explain_by(
         spec, role, reason = _spec(x, roles[path], mesh, clean.get(path, ()))
         if path in chosen:
             pattern, spec = chosen[path]
-            role, reason = "override", f"override {pattern!r}"
+            role = "override"
+            reason = f"override {pattern!r}"
         is_guess = roles[path].is_guess and path not in chosen
         num_bytes = _shard_bytes(x, spec, mesh)
-        decisions[path] = Decision(path, tuple(x.shape), x.dtype, spec, role, reason, num_bytes, is_guess)
+        decisions[path] = Decision(
+            path, tuple(x.shape), x.dtype, spec, role, reason, num_bytes, is_guess
+        )
     specs = iter(decisions.values())
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model
+    )
     return Explanation(decisions, shardings, mesh, analysis)
 
 
 def _spec(
     x: AnyArray, role: Role, mesh: Mesh | AbstractMesh, clean: Sequence[int] = ()
 ) -> tuple[PartitionSpec, str, str]:
-    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
-    shape, itemsize = tuple(x.shape), getattr(x.dtype, "itemsize", 4)
+    tensor = axis_size(mesh, "tensor")
+    fsdp = axis_size(mesh, "fsdp")
+    shape = tuple(x.shape)
+    itemsize = getattr(x.dtype, "itemsize", 4)
     num_bytes = math.prod(shape[role.stack :]) * itemsize  # of one layer
     entries: list[str | tuple[str, ...] | None] = [None] * len(shape)
     reason = role.reason
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
-    dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
-    # A part of a fused weight that crosses the border of two pieces would be moved at each gather and sum.
+    dims = [
+        d
+        for d in range(role.stack, len(shape))
+        if entries[d] is None and shape[d] % fsdp == 0
+    ]
+    # A part of a fused weight that crosses the border of two pieces would be moved at
+    # each gather and sum.
     dims.sort(key=lambda d: (d not in clean, -shape[d]))
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
-    # If there are many integers, they are packed or quantised weights; otherwise they are indices.
-    is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
+    # If there are many integers, they are packed or quantised weights; otherwise they
+    # are indices.
+    is_weight = role.name != "buffer" or (
+        jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES
+    )
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
-    can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
+    can_store = (
+        role.dim is None
+        and tensor > 1
+        and "fsdp" in mesh.shape
+        and num_bytes >= STORED_BYTES
+    )
     if can_store and is_matrix and is_weight and over_both:
-        # An array that `tensor` cannot split for use still takes memory, so store it split.
+        # An array that `tensor` cannot split for use still takes memory, so store it
+        # split.
         entries[over_both[0]] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
     elif fsdp > 1 and is_matrix and is_weight:
@@ -272,25 +352,32 @@ def _spec(
 
 
 def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) // axis_size(mesh, axes_of(spec))
+    return (
+        math.prod(x.shape)
+        * getattr(x.dtype, "itemsize", 4)
+        // axis_size(mesh, axes_of(spec))
+    )
 
 
-def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
-    """The first pattern that matches, with its spec, by path. Raises `ValueError` as `shard_rules` does."""
+def match_overrides(
+    model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides
+) -> Chosen:
+    """The first pattern that matches, with its spec, by path. Raises `ValueError` as
+    `shard_rules` does."""
     arrays = to_arrays(model)
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
     for pattern, spec in overrides:
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
             raise ValueError(
-                f"overrides: the pattern {pattern!r} matches no array. A pattern matches a whole path; "
-                f"paths are: {first_few(list(arrays), most=5)}."
+                f"overrides: the pattern {pattern!r} matches no array. A pattern "
+                f"matches a whole path; paths are: {first_few(list(arrays), most=5)}."
             )
         for path in paths:
             if problem := misfit(arrays[path].shape, spec, mesh):
                 raise ValueError(
-                    f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, "
-                    f"{describe(arrays[path])}: {problem}"
+                    f"overrides: {spec} of the pattern {pattern!r} does not fit "
+                    f"{path}, {describe(arrays[path])}: {problem}"
                 )
             chosen.setdefault(path, (pattern, spec))
     return chosen
@@ -300,27 +387,43 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
     messages = []
-    guesses = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
+    guesses = [
+        d.path
+        for d in decisions.values()
+        if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE
+    ]
     if guesses and axis_size(mesh, "tensor") > 1:
         messages.append(
-            f"shard_rules: the names do not say which of these follow one another, so their order alone "
-            f"counts, which may send several times more than necessary: {first_few(guesses)}. Pass loss_fn and "
-            "batch to let the traced program decide."
+            "shard_rules: the names do not say which of these follow one another, so "
+            "their order alone counts, which may send several times more than "
+            f"necessary: {first_few(guesses)}. Pass loss_fn and batch to let the "
+            "traced program decide."
         )
-    whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
+    whole = [
+        d
+        for d in decisions.values()
+        if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1
+    ]
     whole.sort(key=lambda d: -d.bytes_per_device)
     replicated = sum(d.bytes_per_device for d in whole)
-    total = sum(d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for d in decisions.values())
+    total = sum(
+        d.bytes_per_device * axis_size(mesh, axes_of(d.spec))
+        for d in decisions.values()
+    )
     is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
-    if is_much or any(d.role == "whole" and d.bytes_per_device >= LARGE_BYTES for d in whole):
+    if is_much or any(
+        d.role == "whole" and d.bytes_per_device >= LARGE_BYTES for d in whole
+    ):
         lines = [
-            f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
+            f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every "
+            f"device: {d.reason}"
             for d in whole
         ]
         listed = first_few(lines, separator="\n  ")
         messages.append(
-            f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
-            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}"
+            f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are "
+            "replicated, split over neither tensor nor fsdp. The largest of "
+            f"{len(whole)} such arrays:\n  {listed}"
         )
     for message in messages:
         warn(message, ShardingWarning)

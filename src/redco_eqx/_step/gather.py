@@ -1,11 +1,13 @@
 """FSDP: gather parameters that are stored split, where they are first used.
 
-They are gathered over `fsdp`, and over both axes if the spec splits a dim by an entry `("fsdp", "tensor")`.
+They are gathered over `fsdp`, and over both axes if the spec splits a dim by an entry
+`("fsdp", "tensor")`.
 
-If the first use is in the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a
-`shard_map`, the gather is put into that body. So at most one layer of a scan is whole, and a checkpoint gathers
-again for the gradient instead of keeping the gathered weights. Gathered weights that are to be kept have the
-name `KEPT`, and checkpoints keep values of this name.
+If the first use is in the body of a `lax.scan` over a stack of layers, of a
+`jax.checkpoint`, or of a `shard_map`, the gather is put into that body. So at most one
+layer of a scan is whole, and a checkpoint gathers again for the gradient instead of
+keeping the gathered weights. Gathered weights that are to be kept have the name `KEPT`,
+and checkpoints keep values of this name.
 """
 
 import dataclasses
@@ -38,7 +40,8 @@ from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored
 
 
 def is_split(sharding: NamedSharding) -> bool:
-    """True if an array with this layout is split over more devices when stored than when used."""
+    """True if an array with this layout is split over more devices when stored than
+    when used."""
     return axis_size(sharding.mesh, stored_axes(sharding.spec)) > 1
 
 
@@ -49,18 +52,25 @@ _keep_gathered = only_real(jax.checkpoint_policies.save_only_these_names(KEPT))
 
 
 def over_fsdp_alone(sharding: NamedSharding) -> NamedSharding:
-    """The layout of an array that is gathered over `tensor` if it is stored over both axes."""
+    """The layout of an array that is gathered over `tensor` if it is stored over both
+    axes."""
     entries = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
 def gather_for_use(
-    x: Array, sharding: NamedSharding, to: NamedSharding | None = None, *, keep: bool = False
+    x: Array,
+    sharding: NamedSharding,
+    to: NamedSharding | None = None,
+    *,
+    keep: bool = False,
 ) -> Array:
-    """Gather `x`, which has this sharding, for use: one all-gather forward, one reduce-scatter backward.
+    """Gather `x`, which has this sharding, for use: one all-gather forward, one
+    reduce-scatter backward.
 
-    A plain constraint would be enough for the forward pass, but its transpose is itself, so the gradient would
-    be summed whole. `to` is the layout to gather to, if it is not that of an array in use.
+    A plain constraint would be enough for the forward pass, but its transpose is
+    itself, so the gradient would be summed whole. `to` is the layout to gather to, if
+    it is not that of an array in use.
     """
     whole = to or NamedSharding(sharding.mesh, for_use(sharding.spec))
     summed = over_fsdp_alone(sharding)
@@ -73,9 +83,9 @@ def gather_for_use(
         return checkpoint_name(gathered(x), KEPT) if keep else gathered(x), None
 
     def backward(residual: None, gradient: Array) -> tuple[Array]:
-        # Along `tensor`, each device has the same gradient, and keeps a part of it. Without the first
-        # constraint, the compiler would compute only that part, from activations that it splits and gathers for
-        # this.
+        # Along `tensor`, each device has the same gradient, and keeps a part of it.
+        # Without the first constraint, the compiler would compute only that part, from
+        # activations that it splits and gathers for this.
         gradient = jax.lax.with_sharding_constraint(gradient, summed)
         return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
@@ -84,49 +94,71 @@ def gather_for_use(
 
 
 Shardings: TypeAlias = Sequence[NamedSharding | None]
-"""The layout in which each of some arrays is stored; `None` for an array that is not a weight."""
+"""The layout in which each of some arrays is stored; `None` for an array that is not a
+weight."""
 
 
 def gather_where_used(
-    program: Program, layout: Shardings, *, reshard: bool | None = True, splits: bool = False
+    program: Program,
+    layout: Shardings,
+    *,
+    reshard: bool | None = True,
+    splits: bool = False,
 ) -> tuple[Program, Policy | None]:
-    """Gather the inputs of `program` that are stored split by `layout`. The results do not change.
+    """Gather the inputs of `program` that are stored split by `layout`. The results do
+    not change.
 
-    An elementwise operation on a weight, such as a cast, reads it split, and so does a sum to a scalar.
+    An elementwise operation on a weight, such as a cast, reads it split, and so does a
+    sum to a scalar.
 
     - `reshard`: the `reshard_after_forward` of `train_step`.
     - `splits`: true if the activations are laid out, too.
 
     **Returns:**
 
-    The new program, and the policy of a checkpoint to put around it; `None` if it needs none. It needs one if
-    no `jax.checkpoint` in it reads weights, because it would otherwise keep all gathered weights for its
-    gradient. With activations laid out, only scans need one: to compute an activation again also sends its
-    changes of layout again.
+    The new program, and the policy of a checkpoint to put around it; `None` if it needs
+    none. It needs one if no `jax.checkpoint` in it reads weights, because it would
+    otherwise keep all gathered weights for its gradient. With activations laid out,
+    only scans need one: to compute an activation again also sends its changes of layout
+    again.
     """
     mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
     if mesh is None:
         return program, None
     # If a weight needs no gather, it only matters that it is a weight.
-    weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
-    keep = isinstance(mesh, Mesh) and not merges(mesh) if reshard is None else not reshard
+    weights = [
+        s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec())
+        for s in layout
+    ]
+    keep = (
+        isinstance(mesh, Mesh) and not merges(mesh) if reshard is None else not reshard
+    )
     walk = _Walk(keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
-    # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2, no issue known).
-    is_bounded = not walk.kinds.isdisjoint((*CHECKPOINTS, "new_ref")) or (splits and "scan" not in walk.kinds)
+    # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2,
+    # no issue known).
+    is_bounded = not walk.kinds.isdisjoint((*CHECKPOINTS, "new_ref")) or (
+        splits and "scan" not in walk.kinds
+    )
     needs_none = is_bounded or reshard is False
     return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
 
 
 def _and_kept(policy: Policy | None) -> Policy:
-    """The policy of a checkpoint that also keeps gathered weights of the name `KEPT`."""
-    return jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy) if policy else _keep_gathered
+    """The policy of a checkpoint that also keeps gathered weights of the name
+    `KEPT`."""
+    return (
+        jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy)
+        if policy
+        else _keep_gathered
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """An operation that takes weights ungathered: the operation, its operands, and the weights among its
-    results. Those of its operands that are in `halfway` are gathered over `tensor` alone."""
+    """An operation that takes weights ungathered: the operation, its operands, and the
+    weights among its results. Those of its operands that are in `halfway` are gathered
+    over `tensor` alone."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -138,27 +170,42 @@ class _Taken:
 class _Walk:
     """A walk through a program.
 
-    - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the gradient.
-    - `kinds`: the kinds of operations that read weights, and `new_ref` if there is one beside them.
+    - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the
+        gradient.
+    - `kinds`: the kinds of operations that read weights, and `new_ref` if there is one
+        beside them.
     """
 
     keep_in_scans: bool
     kinds: set[str] = dataclasses.field(default_factory=set)
 
     def program(
-        self, jaxpr: Jaxpr, weights: Shardings, keep: bool, *, whole_outputs: bool = False
+        self,
+        jaxpr: Jaxpr,
+        weights: Shardings,
+        keep: bool,
+        *,
+        whole_outputs: bool = False,
     ) -> tuple[Jaxpr, Shardings]:
         """Change a program whose inputs are these `weights` and other values.
 
-        With `keep`, the gathered weights are kept for the gradient. Weights may also be results. Return the
-        program, and the layout of these results. If nothing is gathered, the program is the same object.
+        With `keep`, the gathered weights are kept for the gradient. Weights may also be
+        results. Return the program, and the layout of these results. If nothing is
+        gathered, the program is the same object.
         """
-        pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
+        pending = {
+            var: sharding
+            for var, sharding in zip(jaxpr.invars, weights)
+            if sharding is not None
+        }
         gathered: dict[tuple[Var, bool], Operand] = {}
         equations: list[JaxprEqn] = []
 
         def layout_of(atoms: Sequence[Operand]) -> Shardings:
-            return [None if isinstance(atom, Literal) else pending.get(atom) for atom in atoms]
+            return [
+                None if isinstance(atom, Literal) else pending.get(atom)
+                for atom in atoms
+            ]
 
         def whole(atom: Operand, *, halfway: bool = False) -> Operand:
             (sharding,) = layout_of([atom])
@@ -168,67 +215,109 @@ class _Walk:
             if to == sharding:
                 return atom
             if (atom, halfway) not in gathered:
-                is_kept = keep and not halfway  # the operation gathers the rest itself, and keeps that
-                inner = _traced(lambda x: gather_for_use(x, sharding, to, keep=is_kept), type_of(atom))
+                # The operation gathers the rest itself, and keeps that.
+                is_kept = keep and not halfway
+                inner = _traced(
+                    lambda x: gather_for_use(x, sharding, to, keep=is_kept),
+                    type_of(atom),
+                )
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom, halfway] = inner.outvars[0]
             return gathered[atom, halfway]
 
         for equation in jaxpr.eqns:
-            inputs, kind = layout_of(equation.invars), equation.primitive.name
+            inputs = layout_of(equation.invars)
+            kind = equation.primitive.name
             if any(inputs) or kind == "new_ref":
                 self.kinds.add(kind)
-            taken = self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
+            taken = (
+                self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
+            )
             operands = [
-                atom if is_taken and not taken.halfway else whole(atom, halfway=is_taken)
-                for atom, is_taken in ((a, i in taken.operands) for i, a in enumerate(equation.invars))
+                atom
+                if is_taken and not taken.halfway
+                else whole(atom, halfway=is_taken)
+                for atom, is_taken in (
+                    (a, i in taken.operands) for i, a in enumerate(equation.invars)
+                )
             ]
             is_same = all(new is old for new, old in zip(operands, equation.invars))
-            equations.append(taken.equation if is_same else taken.equation.replace(invars=operands))
-            pending |= {var: s for var, s in zip(equation.outvars, taken.outputs) if s is not None}
-        outvars = [whole(atom) for atom in jaxpr.outvars] if whole_outputs else jaxpr.outvars
-        if len(equations) > len(jaxpr.eqns) or any(new is not old for new, old in zip(equations, jaxpr.eqns)):
+            equations.append(
+                taken.equation if is_same else taken.equation.replace(invars=operands)
+            )
+            pending |= {
+                var: s
+                for var, s in zip(equation.outvars, taken.outputs)
+                if s is not None
+            }
+        outvars = (
+            [whole(atom) for atom in jaxpr.outvars] if whole_outputs else jaxpr.outvars
+        )
+        if len(equations) > len(jaxpr.eqns) or any(
+            new is not old for new, old in zip(equations, jaxpr.eqns)
+        ):
             jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
         return jaxpr, layout_of(outvars)
 
     def take(self, equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
-        """Choose the operands that `equation` can take ungathered (by default, none)."""
+        """Choose the operands that `equation` can take ungathered (by default,
+        none)."""
         kind = equation.primitive.name
-        if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
+        if (
+            not any(shape_of(out) for out in equation.outvars)
+            and "jaxpr" not in equation.params
+        ):
             return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             if kind == "scan":
-                inputs, keep = _in_one_step(equation, inputs), self.keep_in_scans
-            old, is_jit = equation.params["jaxpr"], kind in ("jit", "pjit")
-            jaxpr, outputs = self.program(body(old), inputs, keep, whole_outputs=not is_jit)
+                inputs = _in_one_step(equation, inputs)
+                keep = self.keep_in_scans
+            old = equation.params["jaxpr"]
+            is_jit = kind in ("jit", "pjit")
+            jaxpr, outputs = self.program(
+                body(old), inputs, keep, whole_outputs=not is_jit
+            )
             taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
             new = {"jaxpr": in_body(old, lambda _: jaxpr)}
             if kind in CHECKPOINTS and new["jaxpr"] is not old:
                 new["policy"] = _and_kept(equation.params["policy"])
-            equation = equation if new["jaxpr"] is old else equation.replace(params=equation.params | new)
+            equation = (
+                equation
+                if new["jaxpr"] is old
+                else equation.replace(params=equation.params | new)
+            )
             return _Taken(equation, taken, outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs, keep)
-        return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
+        return (
+            _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
+        )
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
-    """The layout of one layer of each stack, or `None` for a value that all steps of the scan share."""
+    """The layout of one layer of each stack, or `None` for a value that all steps of
+    the scan share."""
 
-    def one(sharding: NamedSharding | None, outer: Operand, inner: Operand) -> NamedSharding | None:
+    def one(
+        sharding: NamedSharding | None, outer: Operand, inner: Operand
+    ) -> NamedSharding | None:
         is_stack = len(shape_of(inner)) < len(shape_of(outer))
         if sharding is None or not is_stack or any(sharding.spec[:1]):
             return None
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
-    return [one(*triple) for triple in zip(inputs, scan.invars, body(scan.params["jaxpr"]).invars)]
+    return [
+        one(*triple)
+        for triple in zip(inputs, scan.invars, body(scan.params["jaxpr"]).invars)
+    ]
 
 
 # Operations that leave a weight split.
 
 
 def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """An elementwise operation. If all arrays among the operands have the same split, so do the results."""
+    """An elementwise operation. If all arrays among the operands have the same split,
+    so do the results."""
     arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
     shapes = {shape_of(atom) for atom in (*equation.invars, *equation.outvars)} - {()}
@@ -238,13 +327,22 @@ def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
 
 
 def _part_of_it(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """A slice that does not cut a split dim, or an array from which dims of size 1 are removed."""
-    sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    """A slice that does not cut a split dim, or an array from which dims of size 1 are
+    removed."""
+    sharding = inputs[0]
+    before = shape_of(equation.invars[0])
+    after = shape_of(equation.outvars[0])
     if sharding is None:
         return _Taken(equation)
-    left = [dim for dim in range(len(before)) if dim not in equation.params.get("dimensions", ())]
+    left = [
+        dim
+        for dim in range(len(before))
+        if dim not in equation.params.get("dimensions", ())
+    ]
     spec = [*sharding.spec, *[None] * len(before)]
-    if any(spec[dim] is not None and before[dim] != size for dim, size in zip(left, after)):
+    if any(
+        spec[dim] is not None and before[dim] != size for dim, size in zip(left, after)
+    ):
         return _Taken(equation)
     part = PartitionSpec(*(spec[dim] for dim in left))
     return _Taken(equation, [0], [NamedSharding(sharding.mesh, part)])
@@ -256,39 +354,60 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
 }
 
 
-# In the body of a shard_map, a constraint would have no effect, so the gather is written out there.
+# In the body of a shard_map, a constraint would have no effect, so the gather is
+# written out there.
 
 
 def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
-    """Take operands of a `shard_map` ungathered, if the body first casts them to vary along `fsdp`.
+    """Take operands of a `shard_map` ungathered, if the body first casts them to vary
+    along `fsdp`.
 
-    Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place of the cast gives the
-    same value. The transpose of the gather, a reduce-scatter, leaves each device with its part of the gradient.
+    Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place
+    of the cast gives the same value. The transpose of the gather, a reduce-scatter,
+    leaves each device with its part of the gradient.
     """
-    inside, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
-    invars, equations, taken = list(inside.invars), list(inside.eqns), []
+    inside = equation.params["jaxpr"]
+    specs = list(equation.params["in_specs"])
+    invars = list(inside.invars)
+    equations = list(inside.eqns)
+    taken = []
     for i, sharding in enumerate(inputs):
         uses = [e for e in equations if sharding is not None and invars[i] in e.invars]
-        is_cast = len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
+        is_cast = (
+            len(uses) == 1
+            and uses[0].primitive.name == "pvary"
+            and "fsdp" in uses[0].params["axes"]
+        )
         if sharding is None or invars[i] in inside.outvars or not is_cast:
             continue
-        split = _join(specs[i], over_fsdp_alone(sharding).spec, type_of(equation.invars[i]).ndim)
+        split = _join(
+            specs[i], over_fsdp_alone(sharding).spec, type_of(equation.invars[i]).ndim
+        )
         if split is None:
             continue
         (use,) = uses
         aval = type_of(equation.invars[i])
-        inner = _traced_in(equation.params["mesh"], split, use.params["axes"], aval, keep)
+        inner = _traced_in(
+            equation.params["mesh"], split, use.params["axes"], aval, keep
+        )
         at = equations.index(use)
         last = inner.eqns[-1].replace(outvars=use.outvars)
         equations[at : at + 1] = [*inner.eqns[:-1], last]
-        invars[i], specs[i] = inner.invars[0], split
+        invars[i] = inner.invars[0]
+        specs[i] = split
         taken.append(i)
-    changed = {"jaxpr": inside.replace(invars=invars, eqns=equations), "in_specs": tuple(specs)}
-    return _Taken(equation.replace(params=equation.params | changed), taken, halfway=True)
+    changed = {
+        "jaxpr": inside.replace(invars=invars, eqns=equations),
+        "in_specs": tuple(specs),
+    }
+    return _Taken(
+        equation.replace(params=equation.params | changed), taken, halfway=True
+    )
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:
-    """`spec` with `fsdp` where `split` has it, or `None` if the two do not fit together."""
+    """`spec` with `fsdp` where `split` has it, or `None` if the two do not fit
+    together."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     for dim, entry in enumerate(split):
         if entry == "fsdp" and entries[dim] is None:
@@ -298,9 +417,14 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
 
 
 def _traced_in(
-    mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray, keep: bool
+    mesh: Mesh | AbstractMesh,
+    spec: PartitionSpec,
+    axes: Sequence[str],
+    aval: ShapedArray,
+    keep: bool,
 ) -> Jaxpr:
-    """The body of a `shard_map` that casts its operand to vary over `axes` and then gathers it.
+    """The body of a `shard_map` that casts its operand to vary over `axes` and then
+    gathers it.
 
     The cast comes first, so that the gradient is summed over the other axes in parts.
     """
@@ -312,8 +436,8 @@ def _traced_in(
         x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
         return checkpoint_name(x, KEPT) if keep else x
 
-    # Only the body of the mapped function is used, but `out_specs` must still name the axes along which it
-    # varies.
+    # Only the body of the mapped function is used, but `out_specs` must still name the
+    # axes along which it varies.
     out = PartitionSpec((*axes_of(spec), *rest))
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=out)
     return _traced(mapped, aval).eqns[0].params["jaxpr"]

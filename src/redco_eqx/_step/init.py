@@ -24,7 +24,13 @@ from redco_eqx._base.tree import (
     to_arrays,
     to_paths,
 )
-from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
+from redco_eqx._sharding.mesh import (
+    STORED,
+    in_own_context,
+    one_device_mesh,
+    put_global,
+    replicated,
+)
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
 
@@ -39,40 +45,49 @@ def init_state(
 ) -> TrainState:
     """Create the state of a new run, on the mesh of the model's arrays.
 
-    The state shares the model's arrays without a copy, so a step that donates the state also deletes the
-    model's arrays.
+    The state shares the model's arrays without a copy, so a step that donates the state
+    also deletes the model's arrays.
 
     ```python
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
 
-    last = eqx.tree_at(lambda m: m.layers[-1].weight, jax.tree.map(lambda _: False, model), True)
-    state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=last)    # that matrix alone
+    # The last matrix alone:
+    frozen = jax.tree.map(lambda _: False, model)
+    last = eqx.tree_at(lambda m: m.layers[-1].weight, frozen, True)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=last)
     ```
 
     **Arguments:**
 
-    - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. If the arrays
-        are abstract (`jax.ShapeDtypeStruct`, with or without a sharding), the state is abstract too.
-    - `optimizer`: an optax optimizer. Its state is created with the shardings of the parameters. Without an
-        optimizer, you can use the state only for evaluation and prediction.
+    - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of
+        `eqx.nn.make_with_state`. If the arrays are abstract (`jax.ShapeDtypeStruct`,
+        with or without a sharding), the state is abstract too.
+    - `optimizer`: an optax optimizer. Its state is created with the shardings of the
+        parameters. Without an optimizer, you can use the state only for evaluation and
+        prediction.
     - `key`: the PRNG key for all randomness of the run.
-    - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default,
-        every floating JAX array is trained. NumPy arrays, integers, keys, and floats of less than 16 bits are
-        never trained. (`init_model` keeps NumPy arrays as they are, but `eqx.filter_shard` and
-        `eqx.filter_eval_shape` do not.) Arrays that the class of a module lists in a tuple `buffers`, by their
-        paths in the module, are never trained either.
+    - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of
+        booleans. By default, every floating JAX array is trained. NumPy arrays,
+        integers, keys, and floats of less than 16 bits are never trained. (`init_model`
+        keeps NumPy arrays as they are, but `eqx.filter_shard` and
+        `eqx.filter_eval_shape` do not.) Arrays that the class of a module lists in a
+        tuple `buffers`, by their paths in the module, are never trained either.
 
     **Raises:**
 
-    `ValueError` that names the leaf: two leaves share a buffer, a static field has an array or an unhashable
-    value, a function in the model holds an array (in a closure, for example), arrays are on different meshes,
-    an array is deleted, or no leaf is trainable although you passed an optimizer.
+    `ValueError` that names the leaf: two leaves share a buffer, a static field has an
+    array or an unhashable value, a function in the model holds an array (in a closure,
+    for example), arrays are on different meshes, an array is deleted, or no leaf is
+    trainable although you passed an optimizer.
     """
     if isinstance(model, TrainState):
-        raise TypeError("init_state: this is a TrainState already. For a new one, pass state.model.")
+        raise TypeError(
+            "init_state: this is a TrainState already. For a new one, pass state.model."
+        )
     if isinstance(model, type):
         raise TypeError(
-            f"init_state: model is the class {model.__name__}. Pass {model.__name__}(..., key=key)."
+            f"init_state: model is the class {model.__name__}. Pass "
+            f"{model.__name__}(..., key=key)."
         )
     if optimizer is not None:
         check_is_optimizer("init_state", optimizer)
@@ -83,13 +98,16 @@ def init_state(
         _check_no_index(model)
     arrays = to_arrays(model)
     state_arrays = {} if model_state is None else to_arrays(model_state)
-    chosen = to_paths(eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x))
+    chosen = to_paths(
+        eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x)
+    )
     for path in buffer_paths(model):
         chosen.pop(path, None)
     if optimizer is not None and not chosen:
         raise ValueError(
-            f"init_state: none of the {len(arrays)} arrays of the model is trainable, but an optimizer was "
-            "given. Floating JAX arrays can be trained; check `trainable`."
+            f"init_state: none of the {len(arrays)} arrays of the model is trainable, "
+            "but an optimizer was given. Floating JAX arrays can be trained; check "
+            "`trainable`."
         )
     key = as_key("init_state", key)
     place, layout = _placement(arrays, state_arrays)
@@ -99,34 +117,51 @@ def init_state(
         params=params,
         frozen=frozen,
         model_state={path: place(path, x) for path, x in state_arrays.items()},
-        opt_state=() if optimizer is None else init_optimizer(optimizer, params, layout),
+        opt_state=()
+        if optimizer is None
+        else init_optimizer(optimizer, params, layout),
         # Copy the key, because the caller may use it after the state is donated.
-        key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
+        key=place(
+            None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)
+        ),
         step=place(None, np.zeros((), np.int32)),
-        structure=(Structure(model), None if model_state is None else Structure(model_state)),
-        stored=tuple(path for path in arrays if layout is not None and STORED in tuple(layout[path].spec)),
+        structure=(
+            Structure(model),
+            None if model_state is None else Structure(model_state),
+        ),
+        stored=tuple(
+            path
+            for path in arrays
+            if layout is not None and STORED in tuple(layout[path].spec)
+        ),
     )
 
 
 def _check_no_index(model: Any) -> None:
-    """Raise `ValueError` if layers of the model need an `eqx.nn.State` that was not passed."""
-    for keypath, x in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex)):
+    """Raise `ValueError` if layers of the model need an `eqx.nn.State` that was not
+    passed."""
+    for keypath, x in jax.tree.leaves_with_path(
+        model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex)
+    ):
         if isinstance(x, eqx.nn.StateIndex):
             raise ValueError(
-                f"init_state: {path_of(keypath)} keeps a value between steps (such as BatchNorm's statistics), "
-                "but there is no eqx.nn.State. Make both with model, model_state = "
-                "eqx.nn.make_with_state(...)(...), and pass the pair (model, model_state)."
+                f"init_state: {path_of(keypath)} keeps a value between steps (such as "
+                "BatchNorm's statistics), but there is no eqx.nn.State. Make both with "
+                "model, model_state = eqx.nn.make_with_state(...)(...), and pass the "
+                "pair (model, model_state)."
             )
 
 
 def _placement(
     arrays: dict[str, Any], state_arrays: dict[str, Any]
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
-    """Return a function that places an array by path (`None`: replicated), and the layout of `arrays`.
+    """Return a function that places an array by path (`None`: replicated), and the
+    layout of `arrays`.
 
     The arrays of an `eqx.nn.State` (`state_arrays`) are replicated.
 
-    Under a trace, and for abstract arrays without a mesh, nothing is placed, and the layout is `None`.
+    Under a trace, and for abstract arrays without a mesh, nothing is placed, and the
+    layout is `None`.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return lambda _, x: jnp.asarray(x), None
@@ -134,19 +169,26 @@ def _placement(
     if not abstract:
         _check_buffers({**arrays, **state_arrays})
     shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
-    layout = {path: sharding for path, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
+    layout = {
+        path: sharding
+        for path, sharding in shardings.items()
+        if isinstance(sharding, NamedSharding)
+    }
     if abstract and not layout:
         return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None
     meshes = {path: sharding.mesh for path, sharding in layout.items()}
     for path, x in arrays.items():
         if isinstance(x, jax.Array) and path not in layout:
             meshes[path] = one_device_mesh(next(iter(x.devices())))
-    source, mesh = next(iter(meshes.items()), ("", one_device_mesh(jax.local_devices()[0])))
+    source, mesh = next(
+        iter(meshes.items()), ("", one_device_mesh(jax.local_devices()[0]))
+    )
     for path, other in meshes.items():
         if other != mesh and (other.size > 1 or _described(other) != _described(mesh)):
             raise ValueError(
-                f"init_state: {source} lies on {_described(mesh)}, but {path} on {_described(other)}. Place "
-                "the whole model with eqx.filter_shard(model, shard_rules(model, mesh))."
+                f"init_state: {source} lies on {_described(mesh)}, but {path} on "
+                f"{_described(other)}. Place the whole model with "
+                "eqx.filter_shard(model, shard_rules(model, mesh))."
             )
     whole = replicated(mesh)
     layout = {path: layout.get(path, whole) for path in arrays}
@@ -155,7 +197,8 @@ def _placement(
         sharding = whole if path is None else layout.get(path, whole)
         if abstract:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if isinstance(x, jax.Array) and x.aval.weak_type:  # it would no longer be weak after the first update
+        if isinstance(x, jax.Array) and x.aval.weak_type:
+            # It would no longer be weak after the first update.
             x = jax.lax.convert_element_type(x, x.dtype)
         return put_global(x, sharding)
 
@@ -163,28 +206,41 @@ def _placement(
 
 
 def _described(mesh: Any) -> str:
-    return str(mesh.devices.item()) if mesh.size == 1 else f"a mesh of {mesh.size} devices, {dict(mesh.shape)}"
+    return (
+        str(mesh.devices.item())
+        if mesh.size == 1
+        else f"a mesh of {mesh.size} devices, {dict(mesh.shape)}"
+    )
 
 
 def _check_buffers(arrays: dict[str, Any]) -> None:
     own = {path: x for path, x in arrays.items() if isinstance(x, jax.Array)}
     for path, x in arrays.items():
-        if lack := excess_of(x) if isinstance(x, np.ndarray | np.generic) else lack_of_value(x):
+        if (
+            lack := excess_of(x)
+            if isinstance(x, np.ndarray | np.generic)
+            else lack_of_value(x)
+        ):
             raise ValueError(f"init_state: {path} {lack}.")
-    # Reading an address keeps Python's lock while it waits, and a callback may need the lock before.
+    # Reading an address keeps Python's lock while it waits, and a callback may need the
+    # lock before.
     jax.block_until_ready(list(own.values()))
-    check_apart("init_state", [(buffer, path) for path, x in own.items() for buffer in _buffers(x)])
+    check_apart(
+        "init_state",
+        [(buffer, path) for path, x in own.items() for buffer in _buffers(x)],
+    )
 
 
 def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
-    """Raise `ValueError` if two leaves are the same array. `arrays` has the identity and the path of each
-    leaf."""
+    """Raise `ValueError` if two leaves are the same array. `arrays` has the identity
+    and the path of each leaf."""
     first: dict[Hashable, str] = {}
     for array, path in arrays:
         if first.setdefault(array, path) != path:
             raise ValueError(
-                f"{where}: {first[array]} and {path} are one and the same array, which a step would update "
-                "twice, separately. Tie them with eqx.nn.Shared, or copy one (jnp.copy)."
+                f"{where}: {first[array]} and {path} are one and the same array, which "
+                "a step would update twice, separately. Tie them with eqx.nn.Shared, "
+                "or copy one (jnp.copy)."
             )
 
 
@@ -192,4 +248,7 @@ def _buffers(x: jax.Array) -> list[Any]:
     """Identify the memory of an array by the address and device of each piece."""
     if x.size == 0 or is_key(x):
         return [id(x)]
-    return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]
+    return [
+        (piece.device, piece.data.unsafe_buffer_pointer())
+        for piece in x.addressable_shards
+    ]

@@ -1,7 +1,9 @@
-"""Keep compiled programs from call to call: a program is compiled only if its text is new.
+"""Keep compiled programs from call to call: a program is compiled only if its text is
+new.
 
-`fit`, `evaluate` and `predict` trace their functions in each call. So nothing that a function reads, such as a
-global variable, can be stale, and only the compilation is saved.
+`fit`, `evaluate` and `predict` trace their functions in each call. So nothing that a
+function reads, such as a global variable, can be stale, and only the compilation is
+saved.
 """
 
 import collections
@@ -17,9 +19,12 @@ from jaxtyping import PyTree
 _MOST = 16
 
 # The most recently used program comes last.
-_programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()
+_programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
+    collections.OrderedDict()
+)
 
-# In the text of a program that calls functions of Python, which the text does not contain.
+# In the text of a program that calls functions of Python, which the text does not
+# contain.
 _PYTHON = re.compile(r"callback|host_transfer")
 
 
@@ -28,29 +33,40 @@ def check_compiles(where: str) -> None:
     config: Any = jax.config
     if config.jax_disable_jit:
         raise ValueError(
-            f"{where}: jax.disable_jit is on, but this function runs a compiled program. Call it outside of "
-            "jax.disable_jit, and unset JAX_DISABLE_JIT. To look at numbers in a loss, use jax.debug.print or "
-            "jax.debug.breakpoint, or call loss_fn(state.model, batch, key) yourself under jax.disable_jit."
+            f"{where}: jax.disable_jit is on, but this function runs a compiled "
+            "program. Call it outside of jax.disable_jit, and unset JAX_DISABLE_JIT. "
+            "To look at numbers in a loss, use jax.debug.print or "
+            "jax.debug.breakpoint, or call loss_fn(state.model, batch, key) yourself "
+            "under jax.disable_jit."
         )
 
 
-def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.stages.Compiled, str]:
-    """Compile a program, or return the one that was compiled before from the same text. Also return a digest of
-    the text, which is the same in each process; it is empty if there is only one.
+def compile_once(
+    lowered: jax.stages.Lowered, *arguments: PyTree
+) -> tuple[jax.stages.Compiled, str]:
+    """Compile a program, or return the one that was compiled before from the same text.
+    Also return a digest of the text, which is the same in each process; it is empty if
+    there is only one.
 
-    - `arguments`: those that the program was lowered for, which say on which devices it runs. The program must
-        be from `jax.jit(keep_unused=True)`: otherwise, its text does not say which of them it takes.
+    - `arguments`: those that the program was lowered for, which say on which devices it
+        runs. The program must be from `jax.jit(keep_unused=True)`: otherwise, its text
+        does not say which of them it takes.
     """
     text = lowered.as_text()
     digest = ""
     if jax.process_count() > 1:  # addresses in memory differ between processes
-        digest = hashlib.sha256(re.sub(r"(?<![\d.])\d{12,}", "", text).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            re.sub(r"(?<![\d.])\d{12,}", "", text).encode()
+        ).hexdigest()[:16]
     head = text.partition("@main(")[2].partition("\n")[0]
-    # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or a token.
+    # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or
+    # a token.
     if _PYTHON.search(text) or head.count("%arg") != len(jax.tree.leaves(arguments)):
         return lowered.compile(), digest
-    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)  # of the compiler, too
-    whole = hashlib.sha256(f"{text}{lowered.out_tree}".encode()).digest()  # in Python, 1 equals True
+    # Of the compiler, too.
+    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
+    # In Python, 1 equals True.
+    whole = hashlib.sha256(f"{text}{lowered.out_tree}".encode()).digest()
     key = whole, signature(arguments), lowered.out_tree, options
     program = _programs.pop(key, None) or lowered.compile()
     _programs[key] = program
@@ -60,6 +76,9 @@ def compile_once(lowered: jax.stages.Lowered, *arguments: PyTree) -> tuple[jax.s
 
 
 def signature(tree: PyTree) -> Hashable:
-    """The signature of a compiled program: structure, shapes, dtypes and shardings of its arguments."""
+    """The signature of a compiled program: structure, shapes, dtypes and shardings of
+    its arguments."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+    return treedef, tuple(
+        (x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves
+    )

@@ -1,4 +1,5 @@
-"""The layout of a step on the mesh, and its program: traced, with gathers and replaced operations."""
+"""The layout of a step on the mesh, and its program: traced, with gathers and replaced
+operations."""
 
 import dataclasses
 import math
@@ -18,7 +19,13 @@ from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._base.warn import warn
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
-from redco_eqx._sharding.mesh import ShardingWarning, axis_size, misfit, num_batch_shards, tensor_dim
+from redco_eqx._sharding.mesh import (
+    ShardingWarning,
+    axis_size,
+    misfit,
+    num_batch_shards,
+    tensor_dim,
+)
 from redco_eqx._step.gather import gather_where_used, is_split
 from redco_eqx._step.mends import for_partitioner, lay
 from redco_eqx._step.state import TrainState, is_pair
@@ -31,10 +38,12 @@ Layout: TypeAlias = dict[str, NamedSharding]
 
 
 def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
-    """The shardings in a tree, by path. For a pair `(model, state)`, those of the model.
+    """The shardings in a tree, by path. For a pair `(model, state)`, those of the
+    model.
 
-    Raises `ValueError`, naming the array, if a parameter has no sharding, if an array does not divide as its
-    sharding says, if the model has no such array, or if the mesh is not that of the state.
+    Raises `ValueError`, naming the array, if a parameter has no sharding, if an array
+    does not divide as its sharding says, if the model has no such array, or if the mesh
+    is not that of the state.
     """
     if is_pair(shardings):
         shardings, _ = shardings
@@ -42,28 +51,29 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
     missing = [path for path in state.params if path not in found]
     if missing:
         raise ValueError(
-            f"shardings has no NamedSharding for {first_few(missing)}. Pass shard_rules(model, mesh) of the "
-            "same model."
+            f"shardings has no NamedSharding for {first_few(missing)}. Pass "
+            "shard_rules(model, mesh) of the same model."
         )
     arrays = {**state.params, **state.frozen}
     unknown = [path for path in found if path not in arrays]
     if unknown:
         raise ValueError(
-            f"shardings has {first_few(unknown)}, but the state has no such array. Pass shard_rules(model, "
-            "mesh) of the same model."
+            f"shardings has {first_few(unknown)}, but the state has no such array. "
+            "Pass shard_rules(model, mesh) of the same model."
         )
     mesh = mesh_in(found)
     for path, sharding in found.items():
         if mesh is not None and sharding.mesh != mesh:
             raise ValueError(
-                f"shardings: {path} is on {_described(sharding.mesh)}, but others are on {_described(mesh)}. "
-                "Pass shard_rules(model, mesh) of one mesh."
+                f"shardings: {path} is on {_described(sharding.mesh)}, but others are "
+                f"on {_described(mesh)}. Pass shard_rules(model, mesh) of one mesh."
             )
         problem = misfit(arrays[path].shape, sharding.spec, sharding.mesh)
         if problem:
             raise ValueError(
-                f"shardings: {sharding.spec} does not fit {path}, {describe(arrays[path])}: {problem} Pass "
-                "shard_rules(model, mesh) of the same model."
+                f"shardings: {sharding.spec} does not fit {path}, "
+                f"{describe(arrays[path])}: {problem} Pass shard_rules(model, mesh) of "
+                "the same model."
             )
     check_on_mesh(mesh, state)  # last: those of another model are the likelier mistake
     return found
@@ -76,9 +86,11 @@ def mesh_in(shardings: PyTree) -> Mesh | AbstractMesh | None:
 
 
 def check_on_mesh(mesh: Mesh | AbstractMesh | None, state: TrainState) -> None:
-    """Raise `ValueError` if the state lies on other devices than those of `mesh`, the mesh of `shardings`.
+    """Raise `ValueError` if the state lies on other devices than those of `mesh`, the
+    mesh of `shardings`.
 
-    A traced state knows only the number of its devices. One that is on no mesh fits any.
+    A traced state knows only the number of its devices. One that is on no mesh fits
+    any.
     """
     if isinstance(state.step, Tracer):
         own = traced_mesh(state.params, state.step)
@@ -92,21 +104,27 @@ def check_on_mesh(mesh: Mesh | AbstractMesh | None, state: TrainState) -> None:
         is_same = mesh.size == own.size
     if not is_same:
         raise ValueError(
-            f"shardings is on {_described(mesh)}, but the state lies on {_described(own)}. Pass "
-            "state.shardings, or place the model by these shardings before init_state: "
-            "eqx.filter_shard(model, shardings)."
+            f"shardings is on {_described(mesh)}, but the state lies on "
+            f"{_described(own)}. Pass state.shardings, or place the model by these "
+            "shardings before init_state: eqx.filter_shard(model, shardings)."
         )
 
 
 def _described(mesh: Mesh | AbstractMesh) -> str:
-    text = "a mesh of " + " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    text = "a mesh of " + " x ".join(
+        f"{axis}={size}" for axis, size in mesh.shape.items()
+    )
     if isinstance(mesh, Mesh):
-        text += f" (devices {first_few([str(device.id) for device in mesh.devices.flat], most=8)})"
+        text += (
+            " (devices "
+            f"{first_few([str(device.id) for device in mesh.devices.flat], most=8)})"
+        )
     return text
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
-    """Return the mesh of the layout; without a layout, that of `arrays`; if they have none, `None`."""
+    """Return the mesh of the layout; without a layout, that of `arrays`; if they have
+    none, `None`."""
     return next(iter(layout.values())).mesh if layout else traced_mesh(arrays)
 
 
@@ -114,24 +132,31 @@ def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Arra
     """Lay out arrays by path. Without a layout, they stay as they are."""
     if layout is None:
         return params
-    return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
+    return jax.lax.with_sharding_constraint(
+        params, {path: layout[path] for path in params}
+    )
 
 
 # Split the rows of a batch over the mesh, even if the batch was not placed.
 
 
-def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) -> Batch:
-    """Split this dim of the arrays in `batch` over `data` and `fsdp`. The other dims stay as they are.
+def split_rows(
+    batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0
+) -> Batch:
+    """Split this dim of the arrays in `batch` over `data` and `fsdp`. The other dims
+    stay as they are.
 
-    Otherwise, each data shard would compute all of a batch that is not placed, because the compiler splits an
-    array only if a placed argument or a constraint says so. An array whose dim does not divide evenly stays as
-    it is, and so does every array outside `jit`. Warns if a dim has more rows than there are shards, but does
-    not divide evenly.
+    Otherwise, each data shard would compute all of a batch that is not placed, because
+    the compiler splits an array only if a placed argument or a constraint says so. An
+    array whose dim does not divide evenly stays as it is, and so does every array
+    outside `jit`. Warns if a dim has more rows than there are shards, but does not
+    divide evenly.
     """
     shards = 1 if mesh is None else num_batch_shards(mesh)
     if mesh is None or shards == 1:
         return batch
-    leaves, odd = [], []
+    leaves = []
+    odd = []
     for path, x in leaves_with_paths(batch):
         rows = getattr(x, "shape", ())[dim : dim + 1]
         if rows and rows[0] % shards == 0:
@@ -139,13 +164,15 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
             entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
             entries[dim] = batch_axes(mesh, rows[0])
             x = lay(x, NamedSharding(mesh, PartitionSpec(*entries)))
-        elif rows and rows[0] > shards:  # a tail with fewer rows can only be computed whole
+        elif rows and rows[0] > shards:
+            # A tail with fewer rows can only be computed whole.
             odd.append(f"{path or 'array'} has {rows[0]} rows")
         leaves.append(x)
     if odd:
         warn(
-            f"the batch's {odd[0]}, which do not divide evenly over {shards} data shards: each computes all "
-            "rows. Drop or pad some rows, or use another batch size.",
+            f"the batch's {odd[0]}, which do not divide evenly over {shards} data "
+            "shards: each computes all rows. Drop or pad some rows, or use another "
+            "batch size.",
             ShardingWarning,
         )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
@@ -154,36 +181,55 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
 # Microbatches.
 
 
-def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool) -> Batch:
-    """Cut a batch into `(number, size / number, ...)`. Example i goes to microbatch i % number.
+def microbatches(
+    batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool
+) -> Batch:
+    """Cut a batch into `(number, size / number, ...)`. Example i goes to microbatch i %
+    number.
 
-    If neighbours were in one microbatch, each microbatch would lie on only some of the devices. Raises
-    `ValueError` if the batch does not divide evenly. With `must_divide`, the microbatches must also divide over
-    the data shards of `mesh`.
+    If neighbours were in one microbatch, each microbatch would lie on only some of the
+    devices. Raises `ValueError` if the batch does not divide evenly. With
+    `must_divide`, the microbatches must also divide over the data shards of `mesh`.
     """
     shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
-    sizes = {path or "array": x.shape[0] if x.shape else None for path, x in leaves_with_paths(batch)}
+    sizes = {
+        path or "array": x.shape[0] if x.shape else None
+        for path, x in leaves_with_paths(batch)
+    }
     if len(set(sizes.values())) > 1:
-        listed = first_few([f"{path} has {'none' if size is None else size}" for path, size in sizes.items()])
+        listed = first_few(
+            [
+                f"{path} has {'none' if size is None else size}"
+                for path, size in sizes.items()
+            ]
+        )
         raise ValueError(
-            f"num_microbatches={number}: the leading dims of the batch's arrays differ: {listed}. All must be "
-            "the number of examples, because each array is cut into microbatches."
+            f"num_microbatches={number}: the leading dims of the batch's arrays "
+            f"differ: {listed}. All must be the number of examples, because each array "
+            "is cut into microbatches."
         )
     for path, size in sizes.items():
         if number < 1 or size is None or size % (number * shards) != 0:
             raise ValueError(
-                f"num_microbatches={number}: the batch's {path} has {size or 'no'} rows, which do not divide "
-                f"into {number} microbatches on {shards} data shards."
+                f"num_microbatches={number}: the batch's {path} has {size or 'no'} "
+                f"rows, which do not divide into {number} microbatches on {shards} "
+                "data shards."
             )
-    parts = jax.tree.map(lambda x: rearrange(x, "(b k) ... -> k b ...", k=number), batch)
+    parts = jax.tree.map(
+        lambda x: rearrange(x, "(b k) ... -> k b ...", k=number), batch
+    )
     return split_rows(parts, mesh, dim=1)
 
 
-Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
+Inputs: TypeAlias = tuple[
+    dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key
+]
 """Parameters, frozen arrays and model state (each by path), the batch, and the key."""
 
 
-def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
+def on_arrays(
+    state: TrainState, use: Callable[[Any, Batch, Key], Any]
+) -> Callable[..., Any]:
     """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
 
     def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
@@ -202,24 +248,36 @@ def program_of(
     differentiates: bool = False,
     reshard: bool | None = True,
 ) -> Program:
-    """Return the program of a function of [`Inputs`][]. The function itself is traced once.
+    """Return the program of a function of [`Inputs`][]. The function itself is traced
+    once.
 
     - `splits`: lays out the activations over `tensor`.
-    - `differentiates`: returns the program of `jax.value_and_grad(function, has_aux=True)` instead.
+    - `differentiates`: returns the program of
+        `jax.value_and_grad(function, has_aux=True)` instead.
     - `reshard`: the `reshard_after_forward` of `train_step`.
     """
     mesh = mesh_of(layout, inputs)
     known = layout or {}
-    splits = splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
+    splits = (
+        splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
+    )
     # To lay out activations, trace as on one device.
-    given: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs) if splits else inputs
-    weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
+    given: Any = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        if splits
+        else inputs
+    )
+    # As JAX sorts a dict.
+    weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]
     if any(sharding is not None and is_split(sharding) for sharding in weights):
         program = trace(function, *given)
         others = [None] * (len(program.closed.jaxpr.invars) - len(weights))
-        program, policy = gather_where_used(program, [*weights, *others], reshard=reshard, splits=splits)
+        program, policy = gather_where_used(
+            program, [*weights, *others], reshard=reshard, splits=splits
+        )
         is_recomputed = differentiates and policy is not None
-        function, given = jax.checkpoint(program, policy=policy) if is_recomputed else program, inputs
+        function = jax.checkpoint(program, policy=policy) if is_recomputed else program
+        given = inputs
     if differentiates:
         function = jax.value_and_grad(function, has_aux=True)
     program = trace(function, *given)
@@ -228,12 +286,19 @@ def program_of(
     if splits:
         program = _laid_out(program, inputs, known, differentiates)
     arrays = {**inputs[0], **inputs[1]}
-    split = [arrays[path].shape for path, s in known.items() if tensor_dim(s.spec) is not None]
-    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or in a stack
+    split = [
+        arrays[path].shape
+        for path, s in known.items()
+        if tensor_dim(s.spec) is not None
+    ]
+    # alone, or in a stack.
+    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}
     return for_partitioner(program, mesh, kernels)
 
 
-def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: bool) -> Program:
+def _laid_out(
+    program: Program, inputs: Inputs, layout: Layout, is_gradient: bool
+) -> Program:
     """Return the program with each value laid out over `tensor`."""
     from redco_eqx._dataflow.tracing import TracedStep
     from redco_eqx._step.constraints import lay_out
@@ -242,19 +307,27 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
     names = [*sorted(params), *sorted(frozen), *sorted(model_state)]
     jaxpr = program.closed.jaxpr
     first = len(jaxpr.outvars) - len(params)
-    trained = [first + i if is_gradient and i < len(params) else None for i in range(len(names))]
+    trained = [
+        first + i if is_gradient and i < len(params) else None
+        for i in range(len(names))
+    ]
     traced = TracedStep(jaxpr, names, [], trained, len(jax.tree.leaves(batch)))
     dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
     return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warn about parameters that the loss does not depend on: their gradient is zero for any input."""
+    """Warn about parameters that the loss does not depend on: their gradient is zero
+    for any input."""
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
     def is_zero(atom: Operand) -> bool:
-        if not isinstance(atom, Literal) and atom in made and made[atom].primitive.name == "broadcast_in_dim":
+        if (
+            not isinstance(atom, Literal)
+            and atom in made
+            and made[atom].primitive.name == "broadcast_in_dim"
+        ):
             (atom,) = made[atom].invars
         return isinstance(atom, Literal) and bool(atom.val == 0)
 
@@ -262,6 +335,7 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     unused = [path for path, atom in zip(paths, grads) if is_zero(atom)]
     if unused:
         warn(
-            f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{first_few(unused)}. Leave them out with `trainable` of init_state, or use them."
+            f"the loss does not depend on {len(unused)} trainable arrays, whose "
+            f"gradient is always zero: {first_few(unused)}. Leave them out with "
+            "`trainable` of init_state, or use them."
         )

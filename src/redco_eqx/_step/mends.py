@@ -1,4 +1,5 @@
-"""Workarounds for XLA and JAX: operations that the partitioner gets wrong, and a constraint for `vmap`."""
+"""Workarounds for XLA and JAX: operations that the partitioner gets wrong, and a
+constraint for `vmap`."""
 
 import functools
 import math
@@ -16,17 +17,21 @@ from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, sour
 from redco_eqx._parallel.linear import batch_axes, psum, vary
 from redco_eqx._sharding.mesh import BATCH_AXES
 
-# Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
+# Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split
+# over devices.
 #
-# Seen on CPU, and in programs of the TPU compiler of 0.10.2. Needed by jaxlib 0.10.2 and 0.12.0:
+# Seen on CPU, and in programs of the TPU compiler of 0.10.2. Needed by jaxlib 0.10.2
+# and 0.12.0:
 #
-# - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also over those along which the
-#   examples are whole: it is too large by the size of these axes. No upstream issue known.
-# - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a
-#   weight gradient), or their kernel is split, results are wrong, or the compiler raises or aborts. No upstream
-#   issue known.
-# - With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and
-#   each device computes the whole batch: openxla/xla#47945 (to be mended by openxla/xla#48086).
+# - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also over
+#   those along which the examples are whole: it is too large by the size of these axes.
+#   No upstream issue known.
+# - Where the groups are examples (`vmap` over examples of a convolution with a kernel
+#   for each, or of a weight gradient), or their kernel is split, results are wrong, or
+#   the compiler raises or aborts. No upstream issue known.
+# - With `feature_group_count > 1` and several channels in or out for each group, the
+#   batch is gathered, and each device computes the whole batch: openxla/xla#47945 (to
+#   be mended by openxla/xla#48086).
 #
 # Inside a `shard_map` over all axes nothing is left to partition.
 
@@ -35,19 +40,20 @@ Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
 
 Kernels: TypeAlias = Collection[int]
-"""The number of elements of each kernel that `tensor` splits. Two kernels of the same size are assumed to have
-the same split, which at worst costs communication."""
+"""The number of elements of each kernel that `tensor` splits. Two kernels of the same
+size are assumed to have the same split, which at worst costs communication."""
 
 
 def replace_convolution(
     equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """Return the replacement for `equation` in a program on `mesh`, if it is a grouped convolution.
+    """Return the replacement for `equation` in a program on `mesh`, if it is a grouped
+    convolution.
 
     In a `shard_map` over all axes, nothing is replaced.
 
-    Raises `ValueError`, naming the line, for a grouped convolution in a `shard_map` that leaves axes to the
-    compiler.
+    Raises `ValueError`, naming the line, for a grouped convolution in a `shard_map`
+    that leaves axes to the compiler.
     """
     params = equation.params
     if equation.primitive.name != "conv_general_dilated":
@@ -55,32 +61,54 @@ def replace_convolution(
     if params["batch_group_count"] == params["feature_group_count"] == 1:
         return None
     manual = manual_axes(equation)
-    left = [axis for axis, size in mesh.shape.items() if axis not in manual and size > 1]
+    left = [
+        axis for axis, size in mesh.shape.items() if axis not in manual and size > 1
+    ]
     if manual and left:
         raise ValueError(
-            f"{source_line(equation)}: a grouped convolution in a shard_map over {sorted(manual)} leaves the "
-            f"mesh axes {left} to the compiler, which gets its gradients wrong. Make the shard_map manual over "
-            "them too (axis_names=)."
+            f"{source_line(equation)}: a grouped convolution in a shard_map over "
+            f"{sorted(manual)} leaves the mesh axes {left} to the compiler, which gets "
+            "its gradients wrong. Make the shard_map manual over them too "
+            "(axis_names=)."
         )
     if manual:
         return None
-    kernel = equation.outvars[0] if params["batch_group_count"] > 1 else equation.invars[1]
+    kernel = (
+        equation.outvars[0] if params["batch_group_count"] > 1 else equation.invars[1]
+    )
     return functools.partial(_cut, params, mesh, math.prod(shape_of(kernel)) in kernels)
 
 
-def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array) -> Array:
-    """The convolution, cut over the axes of the batch along the examples, or else along the groups.
+def _cut(
+    params: Params,
+    mesh: Mesh | AbstractMesh,
+    split_channels: bool,
+    lhs: Array,
+    rhs: Array,
+) -> Array:
+    """The convolution, cut over the axes of the batch along the examples, or else along
+    the groups.
 
-    A weight gradient contracts the examples, so the sum over devices is written out. If channels are split,
-    `tensor` cuts the groups; otherwise, all devices along `tensor` do the same work.
+    A weight gradient contracts the examples, so the sum over devices is written out. If
+    channels are split, `tensor` cuts the groups; otherwise, all devices along `tensor`
+    do the same work.
     """
-    dims, contracts = params["dimension_numbers"], params["batch_group_count"] > 1
+    dims = params["dimension_numbers"]
+    contracts = params["batch_group_count"] > 1
     count = "batch_group_count" if contracts else "feature_group_count"
-    examples_dim, groups_dim = reversed(dims.lhs_spec[:2]) if contracts else dims.lhs_spec[:2]
+    examples_dim, groups_dim = (
+        reversed(dims.lhs_spec[:2]) if contracts else dims.lhs_spec[:2]
+    )
     left = {"examples": lhs.shape[examples_dim], "groups": params[count]}
     cuts: dict[str, list[str]] = {"examples": [], "groups": []}
     for axis, size in mesh.shape.items():
-        kinds = ["examples", "groups"] if axis in BATCH_AXES else ["groups"] if split_channels else []
+        kinds = (
+            ["examples", "groups"]
+            if axis in BATCH_AXES
+            else ["groups"]
+            if split_channels
+            else []
+        )
         kind = next((kind for kind in kinds if left[kind] % size == 0), None)
         if kind is not None and size > 1:
             left[kind] //= size
@@ -113,17 +141,23 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
 
 # Fourier transforms, cut by hand: with a split dim the CPU compiler's program fails.
 #
-# - An FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order of dims
-#   in memory; the same check as in jax-ml/jax#22484): jaxlib 0.10.2 and 0.12.0.
-# - Or the partitioner aborts (`fft_handler.cc`, openxla/xla#45402): jaxlib 0.10.2, no longer 0.11.0.
-# - An FFT over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no longer 0.12.0.
+# - An FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`,
+#   about the order of dims in memory; the same check as in jax-ml/jax#22484): jaxlib
+#   0.10.2 and 0.12.0.
+# - Or the partitioner aborts (`fft_handler.cc`, openxla/xla#45402): jaxlib 0.10.2, no
+#   longer 0.11.0.
+# - An FFT over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no
+#   longer 0.12.0.
 
 
-def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """Return the replacement for `equation`, if it is an FFT: an FFT over dims that are whole on each device.
+def replace_fft(
+    equation: JaxprEqn, mesh: Mesh | AbstractMesh
+) -> Callable[..., Array] | None:
+    """Return the replacement for `equation`, if it is an FFT: an FFT over dims that are
+    whole on each device.
 
-    The leading dim is split over the axes of the batch, unless it is transformed or does not divide evenly. In
-    a `shard_map`, nothing is replaced.
+    The leading dim is split over the axes of the batch, unless it is transformed or
+    does not divide evenly. In a `shard_map`, nothing is replaced.
     """
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
@@ -133,47 +167,66 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     def part(x: Array) -> Array:
-        # Fix the layout before and after, because the transpose of an FFT is an FFT, too.
+        # Fix the layout before and after, because the transpose of an FFT is an FFT,
+        # too.
         return in_order(equation.primitive.bind(in_order(x), **equation.params))
 
     def transform(x: Array) -> Array:
-        spec = PartitionSpec(batch_axes(mesh, x.shape[0]) if x.ndim > num_dims else None)
+        spec = PartitionSpec(
+            batch_axes(mesh, x.shape[0]) if x.ndim > num_dims else None
+        )
         return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     return transform
 
 
-# Pads, taken apart: the partitioner is wrong where a whole dim is padded into a split one.
+# Pads, taken apart: the partitioner is wrong where a whole dim is padded into a split
+# one.
 #
-# A pad that cuts one end and extends the other gives wrong values, and one with elements between others ends in
-# an error of the verifier: jaxlib 0.10.2 and 0.12.0. No upstream issue known.
+# A pad that cuts one end and extends the other gives wrong values, and one with
+# elements between others ends in an error of the verifier: jaxlib 0.10.2 and 0.12.0. No
+# upstream issue known.
 
 
 def replace_pad(equation: JaxprEqn) -> Callable[..., Array] | None:
-    """Return the replacement for `equation`, if it is such a pad: simple pads, a reshape and a slice. In a
-    `shard_map`, nothing is replaced."""
+    """Return the replacement for `equation`, if it is such a pad: simple pads, a
+    reshape and a slice. In a `shard_map`, nothing is replaced."""
     config = equation.params.get("padding_config", ())
-    if not any(between or low * high < 0 for low, high, between in config) or manual_axes(equation):
+    if not any(
+        between or low * high < 0 for low, high, between in config
+    ) or manual_axes(equation):
         return None
 
     def pad(x: Array, value: Array) -> Array:
         ends: list[tuple[int, int]] = []
         for dim, (low, high, between) in enumerate(config):
-            last = between if x.shape[dim] else 0  # first, the last element also gets those that follow it
+            # first, the last element also gets those that follow it.
+            last = between if x.shape[dim] else 0
             ends.append((low, high - last))
             if last:
                 parts = jax.lax.expand_dims(x, [dim + 1])
-                parts = jax.lax.pad(parts, value, [(0, last * (i == dim + 1), 0) for i in range(parts.ndim)])
-                x = parts.reshape(*x.shape[:dim], x.shape[dim] * (last + 1), *x.shape[dim + 1 :])
-        x = jax.lax.pad(x, value, [(max(low, 0), max(high, 0), 0) for low, high in ends])
+                parts = jax.lax.pad(
+                    parts,
+                    value,
+                    [(0, last * (i == dim + 1), 0) for i in range(parts.ndim)],
+                )
+                x = parts.reshape(
+                    *x.shape[:dim], x.shape[dim] * (last + 1), *x.shape[dim + 1 :]
+                )
+        x = jax.lax.pad(
+            x, value, [(max(low, 0), max(high, 0), 0) for low, high in ends]
+        )
         limits = [size + min(high, 0) for size, (_, high) in zip(x.shape, ends)]
         return jax.lax.slice(x, [max(-low, 0) for low, _ in ends], limits)
 
     return pad
 
 
-def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()) -> Program:
-    """Replace operations of `program` that the partitioner gets wrong on `mesh` (`None`: one device).
+def for_partitioner(
+    program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()
+) -> Program:
+    """Replace operations of `program` that the partitioner gets wrong on `mesh`
+    (`None`: one device).
 
     - `kernels`: see [`Kernels`][].
 
@@ -183,7 +236,11 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
         return program
 
     def replacement(e: JaxprEqn) -> Callable[..., Array] | None:
-        return replace_convolution(e, mesh, kernels) or replace_fft(e, mesh) or replace_pad(e)
+        return (
+            replace_convolution(e, mesh, kernels)
+            or replace_fft(e, mesh)
+            or replace_pad(e)
+        )
 
     return program.replace(rewrite(program.closed.jaxpr, replacement))
 
@@ -192,7 +249,8 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
 
 
 def lay(x: Array, sharding: NamedSharding) -> Array:
-    """Constrain the layout of an array. Under `vmap`, it leaves out the axis that `spmd_axis_name` names."""
+    """Constrain the layout of an array. Under `vmap`, it leaves out the axis that
+    `spmd_axis_name` names."""
     return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
 
 
@@ -200,22 +258,40 @@ def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Constrain the same dims of each array under `vmap`, without the axes that `spmd_axis_name` names."""
-    (x,), (new,) = operands, dims
+def _batched(
+    axis: Any,
+    operands: Any,
+    dims: Any,
+    *,
+    mesh: Mesh | AbstractMesh,
+    spec: PartitionSpec,
+) -> Any:
+    """Constrain the same dims of each array under `vmap`, without the axes that
+    `spmd_axis_name` names."""
+    (x,) = operands
+    (new,) = dims
     taken = getattr(axis, "spmd_name", None) or ()
     entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
     for i, entry in enumerate(entries):
-        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        names = (
+            (entry,)
+            if isinstance(entry, str)
+            else entry
+            if isinstance(entry, tuple)
+            else ()
+        )
         kept = tuple(name for name in names if name not in taken)
-        entries[i] = entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
+        entries[i] = (
+            entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
+        )
     if new is not None:
         entries.insert(new, taken or PartitionSpec.UNCONSTRAINED)
     return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
 
 
-# A primitive, because `with_sharding_constraint` raises an error under `vmap(spmd_axis_name="data")`, which
-# lays out clients over `data`, although it should give way.
+# A primitive, because `with_sharding_constraint` raises an error under
+# `vmap(spmd_axis_name="data")`, which lays out clients over `data`, although it should
+# give way.
 _lay_p = Primitive("lay")
 _lay_p.def_impl(lambda x, **_: x)
 _lay_p.def_abstract_eval(lambda x, **_: x)

@@ -38,11 +38,13 @@ def _rows_here(x: Any) -> np.ndarray:
 
 
 def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
-    """Describe the first metric that is not finite, or else the first parameter with such a gradient.
+    """Describe the first metric that is not finite, or else the first parameter with
+    such a gradient.
 
-    Operations run one at a time, and are not compiled as a whole. So under `jax_debug_nans` or
-    `jax_debug_infs`, the operation that produces the first such value raises `FloatingPointError` from its line
-    of `loss_fn`. Microbatches are treated as one batch.
+    Operations run one at a time, and are not compiled as a whole. So under
+    `jax_debug_nans` or `jax_debug_infs`, the operation that produces the first such
+    value raises `FloatingPointError` from its line of `loss_fn`. Microbatches are
+    treated as one batch.
     """
     key = stream(state, TRAIN)
 
@@ -54,7 +56,13 @@ def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
     with jax.disable_jit():
         (_, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     values = {name: mean.value for name, mean in metrics.items()}
-    for name, x in {**values, **{f"the gradient of {path}": x for path, x in grads.items()}}.items():
+    for name, x in {
+        **values,
+        **{f"the gradient of {path}": x for path, x in grads.items()},
+    }.items():
         if not jnp.isfinite(x).all():
-            return f"{name} has {int((~jnp.isfinite(x)).sum())} such numbers out of {x.size}"
+            return (
+                f"{name} has {int((~jnp.isfinite(x)).sum())} such numbers out of "
+                f"{x.size}"
+            )
     return "evaluated one operation at a time, everything is finite"

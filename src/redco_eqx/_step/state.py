@@ -25,10 +25,11 @@ from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, tri
 
 
 class Structure:
-    """A tree without its arrays, as one hashable value: `Structure(tree).build(to_arrays(tree))` is `tree`.
+    """A tree without its arrays, as one hashable value:
+    `Structure(tree).build(to_arrays(tree))` is `tree`.
 
-    Two structures are equal if all their values are equal as Python compares them (functions by identity), and
-    are also written alike: `1`, `1.0` and `True` differ.
+    Two structures are equal if all their values are equal as Python compares them
+    (functions by identity), and are also written alike: `1`, `1.0` and `True` differ.
     """
 
     def __init__(self, tree: PyTree):
@@ -40,22 +41,31 @@ class Structure:
 
     def build(self, arrays: Mapping[str, Any]) -> PyTree:
         """The tree with `arrays[path]` at each path."""
-        leaves = [leaf if path is None else arrays[path] for path, leaf in zip(self._paths, self._leaves)]
+        leaves = [
+            leaf if path is None else arrays[path]
+            for path, leaf in zip(self._paths, self._leaves)
+        ]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def __reduce__(self) -> Any:
-        # Pickle a tree: a pickled definition of an Equinox tree does not equal the original.
+        # Pickle a tree: a pickled definition of an Equinox tree does not equal the
+        # original.
         place = jax.ShapeDtypeStruct((), bool)
-        return Structure, (self.build({path: place for path in self._paths if path is not None}),)
+        return Structure, (
+            self.build({path: place for path in self._paths if path is not None}),
+        )
 
     def __hash__(self) -> int:
         return hash(self._paths)
 
     def __eq__(self, other: object) -> bool:
-        # They are the same nearly always, when `jit` compares the arguments of a call with earlier ones.
+        # They are the same nearly always, when `jit` compares the arguments of a call
+        # with earlier ones.
         if self is other or not isinstance(other, Structure):
             return self is other
-        ours, theirs = ((x._paths, x._text, x._treedef, x._leaves) for x in (self, other))
+        ours, theirs = (
+            (x._paths, x._text, x._treedef, x._leaves) for x in (self, other)
+        )
         return ours == theirs and repr(self._treedef) == repr(other._treedef)
 
     def __repr__(self) -> str:
@@ -63,7 +73,8 @@ class Structure:
 
 
 def check_static(tree: PyTree, path: str = "") -> None:
-    """Raise `ValueError`, naming the path, if a static field has an array or an unhashable value.
+    """Raise `ValueError`, naming the path, if a static field has an array or an
+    unhashable value.
 
     Such a field would be compared by value on each call, or could change unnoticed.
     """
@@ -71,52 +82,62 @@ def check_static(tree: PyTree, path: str = "") -> None:
         for field in dataclasses.fields(tree):
             if not field.metadata.get("static", False) or not hasattr(tree, field.name):
                 continue
-            value, where = getattr(tree, field.name), join(path, field.name)
+            value = getattr(tree, field.name)
+            where = join(path, field.name)
             if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
                 raise ValueError(
-                    f"{where} is a static field that holds an array. Arrays belong in ordinary fields "
-                    "(jax.lax.stop_gradient, or a NumPy array, keeps one from being trained)."
+                    f"{where} is a static field that holds an array. Arrays belong in "
+                    "ordinary fields (jax.lax.stop_gradient, or a NumPy array, keeps "
+                    "one from being trained)."
                 )
             try:
                 hash(value)
             except TypeError:
                 raise ValueError(
-                    f"{where} is a static field of type {type(value).__name__}, which is not hashable. "
-                    "Use a tuple for a list, and a frozen dataclass for a dict."
+                    f"{where} is a static field of type {type(value).__name__}, which "
+                    "is not hashable. Use a tuple for a list, and a frozen dataclass "
+                    "for a dict."
                 ) from None
     for name, child in children(tree):
         check_static(child, join(path, name))
 
 
-# Streams of random numbers from one key. They are separated before any number is folded in.
+# Streams of random numbers from one key. They are separated before any number is folded
+# in.
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
 class TrainState(eqx.Module):
-    """Everything that a training step reads and writes. All leaves are arrays. `init_state` creates it.
+    """Everything that a training step reads and writes. All leaves are arrays.
+    `init_state` creates it.
 
-    The state is a PyTree that you can pass to plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape`
-    without filtering. `dataclasses.replace` makes a changed copy. The arrays of the model are stored flat, by
-    path, so that a state with a thousand leaves is flattened in C++, and looks like a checkpoint.
+    The state is a PyTree that you can pass to plain `jax.jit`, `lax.scan`, `vmap`,
+    `grad` and `eval_shape` without filtering. `dataclasses.replace` makes a changed
+    copy. The arrays of the model are stored flat, by path, so that a state with a
+    thousand leaves is flattened in C++, and looks like a checkpoint.
 
     ```python
     state: rx.TrainState = rx.init_state(model, optimizer, key=jax.random.key(1))
     print(state.step, state.params["layers.0.weight"].sharding)
-    smaller = dataclasses.replace(state, params=jax.tree.map(lambda x: x / 2, state.params))
+    half = jax.tree.map(lambda x: x / 2, state.params)
+    smaller = dataclasses.replace(state, params=half)
     y = smaller.model(batch[0])
     ```
 
     - `params`: the trainable arrays, `{path: array}`.
     - `frozen`: the model's other arrays.
     - `model_state`: the arrays of the model's `eqx.nn.State`; empty if there is none.
-    - `opt_state`: the state of the optax optimizer, over `params`; `()` without an optimizer.
-    - `key`: a typed PRNG key. It is never consumed: all random numbers derive from it and `step`.
-    - `step`: the number of steps taken, int32. It stops at 2**31 - 1, as the counters of optax do; `fit`
-        refuses a run that would pass this number.
-    - `structure`: everything in the model except its arrays, and the same for the `eqx.nn.State`.
-    - `stored`: the paths of the model's arrays that `tensor` splits only where they are stored, not for use.
-        The shardings of these arrays may not say this, because JAX may return them under a different spec that
-        it treats as the same.
+    - `opt_state`: the state of the optax optimizer, over `params`; `()` without an
+        optimizer.
+    - `key`: a typed PRNG key. It is never consumed: all random numbers derive from it
+        and `step`.
+    - `step`: the number of steps taken, int32. It stops at 2**31 - 1, as the counters
+        of optax do; `fit` refuses a run that would pass this number.
+    - `structure`: everything in the model except its arrays, and the same for the
+        `eqx.nn.State`.
+    - `stored`: the paths of the model's arrays that `tensor` splits only where they are
+        stored, not for use. The shardings of these arrays may not say this, because JAX
+        may return them under a different spec that it treats as the same.
     """
 
     params: dict[str, AnyArray]
@@ -129,8 +150,12 @@ class TrainState(eqx.Module):
     stored: tuple[str, ...] = eqx.field(default=(), static=True)
 
     def __repr__(self) -> str:
-        parts, named = [], {"parameters": self.params, "frozen arrays": self.frozen}
-        for name, arrays in {**named, "arrays of the model's state": self.model_state}.items():
+        parts = []
+        named = {"parameters": self.params, "frozen arrays": self.frozen}
+        for name, arrays in {
+            **named,
+            "arrays of the model's state": self.model_state,
+        }.items():
             size = size_text(sum(x.size * x.dtype.itemsize for x in arrays.values()))
             parts += [f"{len(arrays)} {name} of {size}"] if arrays else []
         parts.append(f"{len(jax.tree.leaves(self.opt_state))} arrays of the optimizer")
@@ -138,31 +163,45 @@ class TrainState(eqx.Module):
 
     @property
     def model(self) -> Any:
-        """The model, or the pair `(model, eqx.nn.State)` if `init_state` took a pair."""
+        """The model, or the pair `(model, eqx.nn.State)` if `init_state` took a
+        pair."""
         return self.build(self.params, self.model_state)
 
     @property
     def shardings(self) -> dict[str, NamedSharding] | None:
-        """The layout of the model's arrays by path, for `shardings=`; `None` if a trained array is not on a
-        mesh. Read it outside of `jit` and `vmap`, where arrays have a layout."""
+        """The layout of the model's arrays by path, for `shardings=`; `None` if a
+        trained array is not on a mesh. Read it outside of `jit` and `vmap`, where
+        arrays have a layout."""
         layout = {}
         for path, x in {**self.params, **self.frozen}.items():
             if isinstance(x.sharding, NamedSharding):
-                mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
-                layout[path] = NamedSharding(mesh, as_stored(spec, path in self.stored, mesh))
+                mesh = x.sharding.mesh
+                spec = trimmed(x.sharding.spec)
+                layout[path] = NamedSharding(
+                    mesh, as_stored(spec, path in self.stored, mesh)
+                )
             elif path in self.params:
                 return None
         return layout
 
-    def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
+    def build(
+        self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]
+    ) -> Any:
         """Build the model with these arrays instead of those in the state."""
         structure, state_structure = self.structure
         model = structure.build({**params, **self.frozen})
-        return model if state_structure is None else (model, state_structure.build(model_state))
+        return (
+            model
+            if state_structure is None
+            else (model, state_structure.build(model_state))
+        )
 
 
-def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None) -> Key:
-    """The key of a stream of random numbers at this step; with `index`, the key of one batch in the stream."""
+def stream(
+    state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None
+) -> Key:
+    """The key of a stream of random numbers at this step; with `index`, the key of one
+    batch in the stream."""
     key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
 
@@ -175,7 +214,8 @@ def _fold_order(key: Key, begin: int) -> Key:
 
 
 def order_key(state: TrainState, begin: int) -> Key:
-    """The key for the order of the examples in a run of `fit` that began at step `begin`."""
+    """The key for the order of the examples in a run of `fit` that began at step
+    `begin`."""
     return _fold_order(state.key, begin)
 
 
@@ -189,20 +229,22 @@ MOST_STEPS = 2**31 - 1
 
 
 def check_steps(where: str, state: TrainState, num_steps: int | None) -> None:
-    """Raise `ValueError` if a run would pass the last number of a step. There, a step stops counting."""
+    """Raise `ValueError` if a run would pass the last number of a step. There, a step
+    stops counting."""
     step = step_of(state)
     if step + (num_steps or 0) > MOST_STEPS:
         raise ValueError(
-            f"{where}: the state is at step {step}, and {num_steps} more would pass {MOST_STEPS}, the last "
-            "number that state.step can hold. Begin at 0 again: dataclasses.replace(state, "
-            "step=jnp.zeros_like(state.step))."
+            f"{where}: the state is at step {step}, and {num_steps} more would pass "
+            f"{MOST_STEPS}, the last number that state.step can hold. Begin at 0 "
+            "again: dataclasses.replace(state, step=jnp.zeros_like(state.step))."
         )
 
 
 def state_mesh(state: TrainState) -> Mesh:
     """The mesh of a state.
 
-    Raises `ValueError` if the state was donated or deleted, or if this kind of mesh cannot be used.
+    Raises `ValueError` if the state was donated or deleted, or if this kind of mesh
+    cannot be used.
     """
     check_alive(state)
     sharding = state.step.sharding
@@ -217,7 +259,10 @@ def check_is_state(x: object, what: str) -> None:
     if isinstance(x, TrainState):
         return
     if isinstance(x, eqx.Module) or is_pair(x):
-        hint = "Make a state from a model: init_state(model, optimizer, key=jax.random.key(0))."
+        hint = (
+            "Make a state from a model: init_state(model, optimizer, "
+            "key=jax.random.key(0))."
+        )
     elif isinstance(x, tuple) and x and isinstance(x[0], TrainState):
         hint = "train_step returns the pair (state, metrics): take it apart."
     else:
@@ -226,41 +271,50 @@ def check_is_state(x: object, what: str) -> None:
 
 
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
-    """The first leaf that differs between two trees by shape or dtype: its path, and the leaf before and
-    after."""
+    """The first leaf that differs between two trees by shape or dtype: its path, and
+    the leaf before and after."""
 
     def described(tree: PyTree) -> dict[str, str]:
         pairs = leaves_with_paths(tree)
-        return {path: describe(x) if is_array(x) else f"a {type(x).__name__}" for path, x in pairs}
+        return {
+            path: describe(x) if is_array(x) else f"a {type(x).__name__}"
+            for path, x in pairs
+        }
 
-    old, new = described(before), described(after)
+    old = described(before)
+    new = described(after)
     for path in {**old, **new}:
-        was, became = old.get(path, "missing"), new.get(path, "missing")
+        was = old.get(path, "missing")
+        became = new.get(path, "missing")
         if was != became:
             return path, was, became
     return None
 
 
 def check_unchanged(before: TrainState, after: TrainState) -> None:
-    """Raise `ValueError`, naming the array, if a step changed the structure, a shape or a dtype of its state.
+    """Raise `ValueError`, naming the array, if a step changed the structure, a shape or
+    a dtype of its state.
 
-    The next step would be compiled again, for a state of another kind. Statistics in fewer bits would also stop
-    moving.
+    The next step would be compiled again, for a state of another kind. Statistics in
+    fewer bits would also stop moving.
     """
     change = first_change(before, after)
     if change is None:
         return
     path, was, became = change
     hint = (
-        "A step returns a state like the one that it was given. To make a state of another kind, use "
-        "jit_step(..., donate=False)."
+        "A step returns a state like the one that it was given. To make a state of "
+        "another kind, use jit_step(..., donate=False)."
     )
     if path.startswith("model_state"):
         hint = (
-            "Return the eqx.nn.State with the dtypes and shapes that it had. To compute in low precision, "
-            "cast the model and the batch, as in model = rx.cast(model, dtype), but not the State."
+            "Return the eqx.nn.State with the dtypes and shapes that it had. To "
+            "compute in low precision, cast the model and the batch, as in model = "
+            "rx.cast(model, dtype), but not the State."
         )
-    raise ValueError(f"the step changes the state: {path} was {was} and became {became}. {hint}")
+    raise ValueError(
+        f"the step changes the state: {path} was {was} and became {became}. {hint}"
+    )
 
 
 def check_alive(state: TrainState) -> None:
@@ -270,11 +324,15 @@ def check_alive(state: TrainState) -> None:
         lack = lack_of_value(x)
         if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} {lack}. Use what the step or fit returned, or pass it a copy, "
-                "jax.tree.map(jnp.copy, state)."
+                f"state: its array {path} {lack}. Use what the step or fit returned, "
+                "or pass it a copy, jax.tree.map(jnp.copy, state)."
             )
 
 
 def is_pair(model: Any) -> bool:
     """True for a pair from `eqx.nn.make_with_state`: a model and its `eqx.nn.State`."""
-    return isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State)
+    return (
+        isinstance(model, tuple)
+        and len(model) == 2
+        and isinstance(model[1], eqx.nn.State)
+    )

@@ -1,4 +1,5 @@
-"""`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch; and `jit_step`."""
+"""`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch; and
+`jit_step`."""
 
 import dataclasses
 import functools
@@ -25,7 +26,14 @@ from redco_eqx._base.protocols import (
     check_functions,
     check_takes_model,
 )
-from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with_paths, to_arrays
+from redco_eqx._base.tree import (
+    AnyArray,
+    describe,
+    is_array,
+    join,
+    leaves_with_paths,
+    to_arrays,
+)
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated
 from redco_eqx._step.layout import (
@@ -40,7 +48,12 @@ from redco_eqx._step.layout import (
     split_rows,
 )
 from redco_eqx._step.mends import for_partitioner
-from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
+from redco_eqx._step.optimizer import (
+    check_optimizer,
+    learning_rate_of,
+    like_params,
+    update,
+)
 from redco_eqx._step.rounding import rounded_away, with_gradient
 from redco_eqx._step.state import (
     EVALUATE,
@@ -56,28 +69,53 @@ from redco_eqx._step.state import (
 # Checks of the value that a loss function returns.
 
 
-def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
+def unpack_loss(
+    state: TrainState, output: Any, weight: Any
+) -> tuple[Mean, Metrics, dict[str, Array]]:
     """Split the value that `loss_fn` returned into `(loss, metrics, model_state)`."""
     has_state = state.structure[1] is not None
-    expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
+    expected = (
+        "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
+    )
     parts: list[Any] = list(output) if isinstance(output, tuple) else [output]
-    hint = 'Metrics have names, as in (loss, {"accuracy": x}). The step computes the gradients.'
+    hint = (
+        'Metrics have names, as in (loss, {"accuracy": x}). The step computes the '
+        "gradients."
+    )
     if has_state and len(parts) != 3:
-        hint = "Its model is the pair (model, eqx.nn.State). Return the new State as well."
+        hint = (
+            "Its model is the pair (model, eqx.nn.State). Return the new State as well."
+        )
     elif not has_state and len(parts) == 3:
-        hint = "Return a new_state only if init_state was given the pair (model, eqx.nn.State)."
+        hint = (
+            "Return a new_state only if init_state was given the pair (model, "
+            "eqx.nn.State)."
+        )
     if len(parts) not in ((3,) if has_state else (1, 2)) or isinstance(output, dict):
-        what = f"a tuple of {len(parts)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
+        what = (
+            f"a tuple of {len(parts)}"
+            if isinstance(output, tuple)
+            else f"a {type(output).__name__}"
+        )
         raise ValueError(f"loss_fn must return {expected}, but returned {what}. {hint}")
     metrics = parts[1] if len(parts) > 1 else {}
-    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+    if not isinstance(metrics, dict) or not all(
+        isinstance(name, str) for name in metrics
+    ):
         what = describe(metrics) if is_array(metrics) else type(metrics).__name__
         what += f" of {list(metrics)}" if what == "dict" else ""
-        raise ValueError(f"loss_fn must return {expected}, with metrics a dict of names, not {what}. {hint}")
+        raise ValueError(
+            f"loss_fn must return {expected}, with metrics a dict of names, not "
+            f"{what}. {hint}"
+        )
     if reserved := [name for name in metrics if name in RESERVED_METRICS]:
-        raise ValueError(f"loss_fn: the metric name {reserved[0]!r} is reserved. Choose another.")
+        raise ValueError(
+            f"loss_fn: the metric name {reserved[0]!r} is reserved. Choose another."
+        )
     loss = as_mean(parts[0], weight, "the loss")
-    metrics = {name: as_mean(x, weight, f"the metric {name!r}") for name, x in metrics.items()}
+    metrics = {
+        name: as_mean(x, weight, f"the metric {name!r}") for name, x in metrics.items()
+    }
     model_state = to_arrays(parts[2]) if has_state else state.model_state
     return loss, metrics, model_state
 
@@ -95,31 +133,36 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Update the parameters once. The function is pure and not jitted.
 
-    Use it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the state,
-    and raises an error if the state was donated before. Under plain `jax.jit(..., donate_argnums=0)`, some
-    versions of JAX end the process with a segmentation fault when such a state is used again.
+    Use it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`.
+    `jit_step` donates the state, and raises an error if the state was donated before.
+    Under plain `jax.jit(..., donate_argnums=0)`, some versions of JAX end the process
+    with a segmentation fault when such a state is used again.
 
-    The step splits the leading dim of the batch over `data` and `fsdp`, even if you have not placed the batch.
-    If the dim does not divide evenly, the step warns. Under `vmap`, it leaves out the axes that
-    `spmd_axis_name` names.
+    The step splits the leading dim of the batch over `data` and `fsdp`, even if you
+    have not placed the batch. If the dim does not divide evenly, the step warns. Under
+    `vmap`, it leaves out the axes that `spmd_axis_name` names.
 
-    If `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered where the loss first
-    uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as the
-    one in [`scan_layers`][]) gathers again for the gradient, so at most one layer is whole (ZeRO-3). If no
-    checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
-    matrix products and convolutions (with [`split_activations`][], only if a scan reads weights). If a
-    checkpoint does read weights, weights that are read outside it are gathered once, and kept until the
-    gradient is done. `reshard_after_forward` says which gathered weights are kept instead. The gathers have no
-    forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    If `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered
+    where the loss first uses it. A `lax.scan` over stacked layers gathers one layer at
+    a time, and a `jax.checkpoint` (such as the one in [`scan_layers`][]) gathers again
+    for the gradient, so at most one layer is whole (ZeRO-3). If no checkpoint in the
+    loss reads weights, the whole loss becomes one checkpoint, which keeps the results
+    of matrix products and convolutions (with [`split_activations`][], only if a scan
+    reads weights). If a checkpoint does read weights, weights that are read outside it
+    are gathered once, and kept until the gradient is done. `reshard_after_forward` says
+    which gathered weights are kept instead. The gathers have no forward-mode derivative
+    (`jax.jvp`, `jax.hessian`).
 
-    The gradient is that of `jax.grad`. For a complex parameter, this is the conjugate of the direction in which
-    the loss grows. So conjugate it in the optimizer: `optax.chain(optax.stateless(lambda g, _: jax.tree.map(
-    jnp.conj, g)), optimizer)`.
+    The gradient is that of `jax.grad`. For a complex parameter, this is the conjugate
+    of the direction in which the loss grows. So conjugate it in the optimizer:
+    `optax.chain(optax.stateless(lambda g, _: jax.tree.map( jnp.conj, g)), optimizer)`.
 
-    `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
+    `loss_fn` is traced once. The step warns, once, about parameters that the loss does
+    not depend on.
 
     ```python
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    arguments = dict(loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    step = partial(rx.train_step, **arguments)
     state, metrics = rx.jit_step(step)(state, batch)
     print(float(metrics["loss"]))
     ```
@@ -129,81 +172,117 @@ def train_step(
     - `state`: from `init_state`.
     - `batch`: a PyTree of arrays with the same leading dim.
     - `loss_fn`: see [`LossFn`][]. It gets the model in training mode.
-    - `optimizer`: the optimizer that you passed to `init_state`. If its update takes them, it also gets `value`
-        (the loss), `grad`, `value_fn` (the loss of this batch as a function of the parameters, for a line
-        search) and `grad_fn` (the gradient of the loss, for `optax.contrib.sam`).
-    - `num_microbatches`: the number of parts that the batch is divided into. Their weighted gradients are
-        accumulated in float32, so the result is that of the whole batch. The number must divide the batch.
-    - `shardings`: `state.shardings`, the layout that the state has; or the tree of `shard_rules`, for the model
-        or for the pair `(model, eqx.nn.State)`, to which the step then moves the arrays. Parameters, gradients,
-        optimizer state and new parameters are constrained to it. Without it, the compiler decides.
-    - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`: gathered weights are split
-        again after use, and gathered again for the gradient. `False`: they are kept until the gradient is done,
-        also by checkpoints, and the loss does not become one; this sends a quarter less, and takes more memory
-        for layers in a scan. `None`: as `True`, but on a mesh of CPUs, weights that are gathered outside of
-        scans are kept, because the compiler for CPU needs the same memory either way.
+    - `optimizer`: the optimizer that you passed to `init_state`. If its update takes
+        them, it also gets `value` (the loss), `grad`, `value_fn` (the loss of this
+        batch as a function of the parameters, for a line search) and `grad_fn` (the
+        gradient of the loss, for `optax.contrib.sam`).
+    - `num_microbatches`: the number of parts that the batch is divided into. Their
+        weighted gradients are accumulated in float32, so the result is that of the
+        whole batch. The number must divide the batch.
+    - `shardings`: `state.shardings`, the layout that the state has; or the tree of
+        `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`, to which
+        the step then moves the arrays. Parameters, gradients, optimizer state and new
+        parameters are constrained to it. Without it, the compiler decides.
+    - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`:
+        gathered weights are split again after use, and gathered again for the gradient.
+        `False`: they are kept until the gradient is done, also by checkpoints, and the
+        loss does not become one; this sends a quarter less, and takes more memory for
+        layers in a scan. `None`: as `True`, but on a mesh of CPUs, weights that are
+        gathered outside of scans are kept, because the compiler for CPU needs the same
+        memory either way.
 
     **Returns:**
 
-    The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (the global L2
-    norm before the optimizer), and `learning_rate` if the optimizer uses `optax.inject_hyperparams`. If trained
-    arrays have fewer than 32 bits, `rounded_away` is the share of their elements that have a gradient and an
-    update, but stay the same number, because the update is too small for them. Of arrays with a million
-    elements or more, it counts a sample: every k-th row or column, the same on every mesh. Above a half, most
-    of the training is lost: keep float32 parameters, and [`cast`][] them in the loss.
+    The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`,
+    `grad_norm` (the global L2 norm before the optimizer), and `learning_rate` if the
+    optimizer uses `optax.inject_hyperparams`. If trained arrays have fewer than 32
+    bits, `rounded_away` is the share of their elements that have a gradient and an
+    update, but stay the same number, because the update is too small for them. Of
+    arrays with a million elements or more, it counts a sample: every k-th row or
+    column, the same on every mesh. Above a half, most of the training is lost: keep
+    float32 parameters, and [`cast`][] them in the loss.
 
     **Raises:**
 
-    `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a metric has a reserved
-    name; the batch does not divide into the microbatches; the state belongs to another optimizer; the new state
-    has other shapes or dtypes (statistics of an `eqx.nn.State` that were cast, for example); `shardings` does
-    not fit the arrays, or is on another mesh; a `jit` is under `jax.set_mesh` of another mesh.
+    `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a
+    metric has a reserved name; the batch does not divide into the microbatches; the
+    state belongs to another optimizer; the new state has other shapes or dtypes
+    (statistics of an `eqx.nn.State` that were cast, for example); `shardings` does not
+    fit the arrays, or is on another mesh; a `jit` is under `jax.set_mesh` of another
+    mesh.
     """
     check_is_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
     check_takes_model("train_step", lambda: state.model, loss_fn=loss_fn)
     check_optimizer("train_step", state, optimizer, exactly=False)
     layout = None if shardings is None else shardings_by_path(shardings, state)
-    params, frozen = constrain(state.params, layout), state.frozen
+    params = constrain(state.params, layout)
+    frozen = state.frozen
     key = stream(state, TRAIN)
     mesh = mesh_of(layout, state)
     batch = split_rows(batch, mesh)
 
     def loss_of(model: Any, batch: Batch, key: Key) -> Any:
-        loss, metrics, new_model_state = unpack_loss(state, loss_fn(model, batch, key), 1.0)
+        loss, metrics, new_model_state = unpack_loss(
+            state, loss_fn(model, batch, key), 1.0
+        )
         # Before the scan over microbatches, which would name no array.
         check_unchanged(state, dataclasses.replace(state, model_state=new_model_state))
         return loss.value, (loss, metrics, new_model_state)
 
     first = batch
     if num_microbatches != 1:
-        batch = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
+        batch = microbatches(
+            batch, num_microbatches, mesh, must_divide=layout is not None
+        )
         first = jax.tree.map(lambda x: x[0], batch)
     inputs = (params, frozen, state.model_state, first, key)
-    options: Any = {"splits": isinstance(loss_fn, SplitActivations), "reshard": reshard_after_forward}
-    gradient = program_of(on_arrays(state, loss_of), inputs, layout, differentiates=True, **options)
+    options: Any = {
+        "splits": isinstance(loss_fn, SplitActivations),
+        "reshard": reshard_after_forward,
+    }
+    gradient = program_of(
+        on_arrays(state, loss_of), inputs, layout, differentiates=True, **options
+    )
 
-    def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
-        """The loss of the whole batch, the metrics, the new model state, and the gradients."""
+    def differentiate(
+        params: dict[str, Array],
+    ) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
+        """The loss of the whole batch, the metrics, the new model state, and the
+        gradients."""
         if num_microbatches == 1:
-            (_, (loss, metrics, model_state)), grads = gradient(params, frozen, state.model_state, batch, key)
+            (_, (loss, metrics, model_state)), grads = gradient(
+                params, frozen, state.model_state, batch, key
+            )
             return loss, metrics, model_state, constrain(grads, layout)
 
-        def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
+        def accumulate(
+            carry: tuple[Any, Any], part: tuple[Array, Batch]
+        ) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
             index, microbatch = part
             (_, (loss, metrics, model_state)), grads = gradient(
                 params, frozen, model_state, microbatch, jax.random.fold_in(key, index)
             )
-            total = jax.tree.map(lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads)
+            total = jax.tree.map(
+                lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads
+            )
             return (constrain(total, layout), model_state), (loss, metrics)
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-        begin, each = (constrain(zeros, layout), state.model_state), (jnp.arange(num_microbatches), batch)
+        zeros = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+            params,
+        )
+        begin = (constrain(zeros, layout), state.model_state)
+        each = (jnp.arange(num_microbatches), batch)
         (total, model_state), stacked = jax.lax.scan(accumulate, begin, each)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
-        scale = jnp.where(loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight))
-        grads = jax.tree.map(lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params)
+        scale = jnp.where(
+            loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight)
+        )
+        grads = jax.tree.map(
+            lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params
+        )
         return loss, metrics, model_state, constrain(grads, layout)
 
     loss, metrics, model_state, grads = differentiate(params)
@@ -213,15 +292,26 @@ def train_step(
         return loss.value, grads
 
     grads, has_gradient = with_gradient(grads)
-    updates, opt_state = update(optimizer, grads, state.opt_state, params, loss.value, value_and_grad)
+    updates, opt_state = update(
+        optimizer, grads, state.opt_state, params, loss.value, value_and_grad
+    )
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
-        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, layout))
-        # Place them as `init_state` does. With another split, the next step would be compiled again.
+        opt_state = jax.lax.with_sharding_constraint(
+            opt_state, like_params(opt_state, params, layout)
+        )
+        # Place them as `init_state` does. With another split, the next step would be
+        # compiled again.
         whole = replicated(next(iter(layout.values())).mesh)
         model_state = jax.lax.with_sharding_constraint(model_state, whole)
-    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-    report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
+    wide = jax.tree.map(
+        lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
+    )
+    report = {
+        "loss": loss,
+        **metrics,
+        "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm"),
+    }
     learning_rate = learning_rate_of(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
@@ -233,7 +323,8 @@ def train_step(
         params=constrain(new_params, layout),
         model_state=model_state,
         opt_state=opt_state,
-        step=optax.safe_increment(state.step),  # stops at the largest number, where + 1 would be negative
+        # Stops at the largest number, where + 1 would be negative.
+        step=optax.safe_increment(state.step),
     )
     check_unchanged(state, new_state)
     return new_state, report
@@ -248,10 +339,12 @@ def eval_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> Metrics:
-    """Compute the loss and metrics of one batch, as [`Mean`][]s that you can add over batches.
+    """Compute the loss and metrics of one batch, as [`Mean`][]s that you can add over
+    batches.
 
-    The model is in inference mode (`eqx.nn.inference_mode`). If `loss_fn` returns a scalar, its weight is the
-    number of examples. The other arguments are those of `predict_step`.
+    The model is in inference mode (`eqx.nn.inference_mode`). If `loss_fn` returns a
+    scalar, its weight is the number of examples. The other arguments are those of
+    `predict_step`.
 
     ```python
     step = rx.jit_step(partial(rx.eval_step, loss_fn=loss_fn), donate=False)
@@ -267,7 +360,9 @@ def eval_step(
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
-    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings, loss_fn)
+    return _infer(
+        state, batch, stream(state, EVALUATE, index), measure, shardings, loss_fn
+    )
 
 
 @in_own_context
@@ -290,9 +385,9 @@ def predict_step(
 
     - `state`, `batch`, `shardings`: see `train_step`.
     - `predict_fn`: see [`PredictFn`][].
-    - `index`: a number that distinguishes the batches that the same state sees (such as the step of a rollout),
-        if `predict_fn` draws random numbers. Without it, the random numbers are the same for each batch until
-        the next `train_step`.
+    - `index`: a number that distinguishes the batches that the same state sees (such as
+        the step of a rollout), if `predict_fn` draws random numbers. Without it, the
+        random numbers are the same for each batch until the next `train_step`.
 
     **Returns:**
 
@@ -300,34 +395,44 @@ def predict_step(
 
     **Raises:**
 
-    `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
+    `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of
+    the batch.
     """
     check_is_state(state, "predict_step: state")
     check_functions("predict_step", predict_fn=predict_fn)
     check_takes_model("predict_step", lambda: state.model, predict_fn=predict_fn)
     size = _num_rows("predict_step", batch)
-    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn)
+    outputs = _infer(
+        state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn
+    )
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
     for path, x in leaves_with_paths(outputs):
         if jnp.shape(x)[:1] != (size,):
             raise ValueError(
-                f"predict_fn's output {path or 'array'} has shape {jnp.shape(x)}, but its leading dim must be "
-                f"the batch's, {size}. Return one row for each example."
+                f"predict_fn's output {path or 'array'} has shape {jnp.shape(x)}, but "
+                f"its leading dim must be the batch's, {size}. Return one row for each "
+                "example."
             )
     return outputs
 
 
 def _num_rows(where: str, batch: Batch) -> int:
-    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if the batch does not consist of
-    arrays."""
+    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if the batch
+    does not consist of arrays."""
     x: Any
     path, x = next(iter(leaves_with_paths(batch)), ("", None))
     if not is_array(x) or x.ndim == 0:
-        what = describe(x) if is_array(x) else "nothing" if x is None else f"a {type(x).__name__}"
+        what = (
+            describe(x)
+            if is_array(x)
+            else "nothing"
+            if x is None
+            else f"a {type(x).__name__}"
+        )
         raise TypeError(
-            f"{where}: {join('batch', path)} is {what}, but a batch has arrays with a row for each example, "
-            "such as collate_fn(examples) makes."
+            f"{where}: {join('batch', path)} is {what}, but a batch has arrays with a "
+            "row for each example, such as collate_fn(examples) makes."
         )
     return x.shape[0]
 
@@ -340,7 +445,8 @@ def _infer(
     shardings: PyTree | None,
     function: Callable[..., Any],
 ) -> Any:
-    """Compute `use(model, batch, key)`, which calls the user's function, with the model in inference mode."""
+    """Compute `use(model, batch, key)`, which calls the user's function, with the model
+    in inference mode."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
@@ -356,7 +462,8 @@ R = TypeVar("R")
 
 
 class JittedStep(Generic[R]):
-    """The result of `jit_step`. Call it like the step, or inspect the program with `lower(state, batch)`."""
+    """The result of `jit_step`. Call it like the step, or inspect the program with
+    `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
         def checked(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
@@ -372,43 +479,51 @@ class JittedStep(Generic[R]):
             return for_partitioner(program, traced_mesh(arguments))(arguments, named)
 
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
-        # A trace knows only the number of devices, so the mesh of `shardings` is compared before.
+        # A trace knows only the number of devices, so the mesh of `shardings` is
+        # compared before.
         named = step.keywords if isinstance(step, functools.partial) else {}
         self._mesh = mesh_in(named.get("shardings"))
 
     def __call__(self, state: TrainState, *arguments: Any, **named: Any) -> R:
         check_is_state(state, "the first argument of a step")
         check_on_mesh(self._mesh, state)
-        check_alive(state)  # jaxlib 0.10.2 and 0.11.0 end the process, 0.11.2 raises: openxla/xla#22604
+        # Jaxlib 0.10.2 and 0.11.0 end the process, 0.11.2 raises: openxla/xla#22604.
+        check_alive(state)
         with context_of(state):
             return self._jitted(state, *arguments, **named)
 
-    def lower(self, state: TrainState, *arguments: Any, **named: Any) -> jax.stages.Lowered:
+    def lower(
+        self, state: TrainState, *arguments: Any, **named: Any
+    ) -> jax.stages.Lowered:
         """Return `jax.jit(step).lower(...)`. The arguments may be abstract."""
         with context_of(state):
             return self._jitted.lower(state, *arguments, **named)
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
-    """Compile a function of a state and a batch as `jax.jit(step, donate_argnums=0)`, with two safeguards.
+    """Compile a function of a state and a batch as `jax.jit(step, donate_argnums=0)`,
+    with two safeguards.
 
-    The first raises an error that names the array if the state was donated before; some versions of JAX would
-    end the process instead. The second safeguard makes the gradients of a step that you write yourself
-    correct on every mesh, like those of `train_step`. (XLA's partitioner makes the gradients of grouped
-    convolutions too large if the batch is split over only some of the mesh axes.)
+    The first raises an error that names the array if the state was donated before; some
+    versions of JAX would end the process instead. The second safeguard makes the
+    gradients of a step that you write yourself correct on every mesh, like those of
+    `train_step`. (XLA's partitioner makes the gradients of grouped convolutions too
+    large if the batch is split over only some of the mesh axes.)
 
     ```python
-    train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    arguments = dict(loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    train_step = partial(rx.train_step, **arguments)
     step = rx.jit_step(train_step)
     state, metrics = step(state, batch)       # the state that was given is used up
     ```
 
     **Arguments:**
 
-    - `step`: a pure function `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`. Further
-        arrays are passed on, by position or by name (such as the `index` of `predict_step`).
-    - `donate`: true to let the step reuse the memory of the state, which is then deleted. Pass `False` for a
-        step that returns no state, such as `eval_step`.
+    - `step`: a pure function `(state, batch) -> ...`, such as
+        `functools.partial(train_step, ...)`. Further arrays are passed on, by position
+        or by name (such as the `index` of `predict_step`).
+    - `donate`: true to let the step reuse the memory of the state, which is then
+        deleted. Pass `False` for a step that returns no state, such as `eval_step`.
 
     **Returns:**
 
@@ -416,8 +531,9 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Raises:**
 
-    `ValueError` on a call with a state that has been deleted, or that lies on other devices than the
-    `shardings` of `functools.partial(train_step, shardings=...)`. With `donate`, also if `step` returns a state
-    with another structure, or with arrays of other shapes or dtypes.
+    `ValueError` on a call with a state that has been deleted, or that lies on other
+    devices than the `shardings` of `functools.partial(train_step, shardings=...)`. With
+    `donate`, also if `step` returns a state with another structure, or with arrays of
+    other shapes or dtypes.
     """
     return JittedStep(step, donate=donate)

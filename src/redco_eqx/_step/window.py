@@ -1,4 +1,5 @@
-"""Steps that guard against values that are not finite, and metrics that are added up on the devices."""
+"""Steps that guard against values that are not finite, and metrics that are added up on
+the devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,38 +16,41 @@ from redco_eqx._base.tree import AnyArray
 from redco_eqx._step.state import TrainState, check_unchanged
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
-"""A pure function `(state, batch) -> (state, metrics)`. `metrics` is a dict of scalars or `Mean`s with a
-`"loss"`."""
+"""A pure function `(state, batch) -> (state, metrics)`. `metrics` is a dict of scalars
+or `Mean`s with a `"loss"`."""
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
-    """Make a step that skips updates that are not finite. When it skips one, only `step` in the state advances.
+    """Make a step that skips updates that are not finite. When it skips one, only
+    `step` in the state advances.
 
-    The metrics get an additional entry, `"skipped"`, which is a mean of 0s and 1s. The step is pure, and
-    needs no synchronisation. Use it in your own loop. [`fit`][], by contrast, ends the run with a
-    `NonFiniteError`.
+    The metrics get an additional entry, `"skipped"`, which is a mean of 0s and 1s. The
+    step is pure, and needs no synchronisation. Use it in your own loop. [`fit`][], by
+    contrast, ends the run with a `NonFiniteError`.
 
     ```python
-    train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    arguments = dict(loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings)
+    train_step = partial(rx.train_step, **arguments)
     step = rx.jit_step(rx.skip_nonfinite(train_step))
     state, metrics = step(state, batch)
     print(float(metrics["skipped"]))
     ```
 
-    **Arguments:** `step_fn`: `(state, batch) -> (state, metrics)`, such as `partial(train_step, ...)`.
+    **Arguments:** `step_fn`: `(state, batch) -> (state, metrics)`, such as
+    `partial(train_step, ...)`.
 
-    **Returns:** A function like `step_fn`. If `loss` or `grad_norm` in the metrics is NaN or infinite, only the
-    `step` of the state changes.
+    **Returns:** A function like `step_fn`. If `loss` or `grad_norm` in the metrics is
+    NaN or infinite, only the `step` of the state changes.
 
-    Raises `ValueError` while tracing if the metrics are not a dict of scalars with a `"loss"`, or if the step
-    changes the structure, a shape or a dtype of the state.
+    Raises `ValueError` while tracing if the metrics are not a dict of scalars with a
+    `"loss"`, or if the step changes the structure, a shape or a dtype of the state.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         kept, metrics, ok = guarded(step_fn)(state, batch, np.ones((), bool))
-        kept = dataclasses.replace(
-            kept, step=jnp.where(ok, kept.step, optax.safe_increment(state.step))
-        )  # for other randomness
+        # A skipped step counts, so that the next one draws other random numbers.
+        number = jnp.where(ok, kept.step, optax.safe_increment(state.step))
+        kept = dataclasses.replace(kept, step=number)
         return kept, {**metrics, "skipped": as_mean(1.0 - ok, 1.0, "skipped")}
 
     return step
@@ -57,7 +61,8 @@ class Window(NamedTuple):
 
     - `metrics`: the metrics, added up over the steps that were taken.
     - `num_steps`: the number of steps.
-    - `ok`: false if a step was not finite. The state then stays as it was before that step.
+    - `ok`: false if a step was not finite. The state then stays as it was before that
+        step.
     """
 
     metrics: Metrics
@@ -66,7 +71,8 @@ class Window(NamedTuple):
 
     @classmethod
     def empty(cls, metrics: Metrics) -> "Window":
-        """An empty window of NumPy arrays, for metrics like these, which may be abstract."""
+        """An empty window of NumPy arrays, for metrics like these, which may be
+        abstract."""
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
         return cls(zeros, np.zeros((), np.int32), np.ones((), bool))
 
@@ -80,35 +86,53 @@ class Window(NamedTuple):
         return cls(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
 
     def to_json(self) -> dict[str, Any]:
-        """Turn a fetched window into plain numbers from which `from_json` restores it exactly."""
+        """Turn a fetched window into plain numbers from which `from_json` restores it
+        exactly."""
         metrics = {
-            name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
+            name: [
+                str(np.asarray(mean.total).dtype),
+                float(mean.total),
+                float(mean.weight),
+            ]
             for name, mean in self.metrics.items()
         }
         return {"num_steps": int(self.num_steps), "metrics": metrics}
 
     def row(self) -> dict[str, float]:
-        """The row of a log for a fetched window: `train/loss`, and the other metrics by name."""
-        names = sorted(self.metrics, key=lambda name: name != "loss")  # jit has sorted them; put the loss first
+        """The row of a log for a fetched window: `train/loss`, and the other metrics by
+        name."""
+        # Jit has sorted them; put the loss first.
+        names = sorted(self.metrics, key=lambda name: name != "loss")
         return {f"train/{name}": float(self.metrics[name]) for name in names}
 
 
-GuardedStep: TypeAlias = Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics, Any]]
-"""A function `(state, batch, ok) -> (state, metrics, ok)`, as [`guarded`][] makes it."""
+GuardedStep: TypeAlias = Callable[
+    [TrainState, Batch, Any], tuple[TrainState, Metrics, Any]
+]
+"""A function `(state, batch, ok) -> (state, metrics, ok)`, as [`guarded`][] makes
+it."""
 
 
-def accumulated(step: GuardedStep, tree: Any) -> Callable[[list[Any], Window, Batch], tuple[list[Any], Window]]:
-    """Turn a guarded step into the body of `fit`'s loop, a pure function `(arrays, window, batch) -> (arrays,
-    window)`, where `arrays` are the leaves of a state with the structure `tree`. JAX passes a flat list to a
-    program in less time than a state.
+def accumulated(
+    step: GuardedStep, tree: Any
+) -> Callable[[list[Any], Window, Batch], tuple[list[Any], Window]]:
+    """Turn a guarded step into the body of `fit`'s loop, a pure function
+    `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the leaves of a
+    state with the structure `tree`. JAX passes a flat list to a program in less time
+    than a state.
 
-    If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
-    the metrics. The last good state is therefore still available, even if the metrics are read later.
+    If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later
+    one changes the state or the metrics. The last good state is therefore still
+    available, even if the metrics are read later.
     """
 
-    def body(arrays: list[Any], window: Window, batch: Batch) -> tuple[list[Any], Window]:
+    def body(
+        arrays: list[Any], window: Window, batch: Batch
+    ) -> tuple[list[Any], Window]:
         kept, metrics, ok = step(tree.unflatten(arrays), batch, window.ok)
-        totals = jax.tree.map(lambda total, x: total + jnp.where(ok, x, 0), window.metrics, metrics)
+        totals = jax.tree.map(
+            lambda total, x: total + jnp.where(ok, x, 0), window.metrics, metrics
+        )
         return jax.tree.leaves(kept), Window(totals, window.num_steps + 1, ok)
 
     return body
@@ -124,25 +148,37 @@ def all_finite(params: dict[str, Array]) -> Bool[Array, ""]:
 def guarded(step_fn: StepFn) -> GuardedStep:
     """Make a step that changes nothing unless it is finite and `ok` was true before.
 
-    It returns the state, the metrics, and the new `ok`. Raises `ValueError` while tracing if the metrics are
-    not those of a `StepFn`, or if the step changes the structure, a shape or a dtype of the state.
+    It returns the state, the metrics, and the new `ok`. Raises `ValueError` while
+    tracing if the metrics are not those of a `StepFn`, or if the step changes the
+    structure, a shape or a dtype of the state.
     """
 
-    def step(state: TrainState, batch: Batch, ok: Any) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
+    def step(
+        state: TrainState, batch: Batch, ok: Any
+    ) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
         new_state, metrics = step_fn(state, batch)
         if not isinstance(new_state, TrainState):
             raise ValueError(
-                f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
+                "step_fn must return (state, metrics), but the state is a "
+                f"{type(new_state).__name__}."
             )
         check_unchanged(state, new_state)
         if not isinstance(metrics, dict) or "loss" not in metrics:
+            is_dict = isinstance(metrics, dict)
+            found = sorted(metrics) if is_dict else type(metrics).__name__
             raise ValueError(
-                "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics "
-                f"are {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}."
+                "step_fn must return (state, metrics) with metrics a dict that has a "
+                f"'loss', but the metrics are {found}."
             )
-        means = {name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()}
+        means = {
+            name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()
+        }
         values = [means[name].value for name in ("loss", "grad_norm") if name in means]
         ok = jnp.logical_and(ok, jnp.all(jnp.isfinite(jnp.stack(values))))
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state), means, ok
+        return (
+            jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state),
+            means,
+            ok,
+        )
 
     return step

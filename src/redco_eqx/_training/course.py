@@ -1,4 +1,5 @@
-"""The course of a run: what is due at a step, and how a hook, a signal or a NaN ends it.
+"""The course of a run: what is due at a step, and how a hook, a signal or a NaN ends
+it.
 
 The state survives either end.
 """
@@ -37,8 +38,9 @@ class Plan:
 
     - `num_epochs`, `num_steps`: the length of the run. Exactly one of them is given.
     - `log_every`: the number of steps that a row of the log covers.
-    - `evaluate`, `save`: the number of steps between two evaluations or saves; 0 for one after each epoch,
-        `None` for none. Unless it is `None`, there is also one at the end of the run.
+    - `evaluate`, `save`: the number of steps between two evaluations or saves; 0 for
+        one after each epoch, `None` for none. Unless it is `None`, there is also one at
+        the end of the run.
 
     Raises `ValueError` for numbers that cannot be used.
     """
@@ -52,21 +54,32 @@ class Plan:
     def __post_init__(self) -> None:
         if (self.num_epochs is None) == (self.num_steps is None):
             raise ValueError(
-                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but exactly one of them must "
-                "be given."
+                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but "
+                "exactly one of them must be given."
             )
-        check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
+        check_positive(
+            "fit",
+            num_epochs=self.num_epochs,
+            num_steps=self.num_steps,
+            log_every=self.log_every,
+        )
 
     def check_length(self, run: RunRecord, path: pathlib.Path) -> None:
-        """Raise `ValueError` if the run of the checkpoint at `path` is already longer than this plan."""
-        name, done, wanted = "num_steps", run.num_steps, self.num_steps
+        """Raise `ValueError` if the run of the checkpoint at `path` is already longer
+        than this plan."""
+        name = "num_steps"
+        done = run.num_steps
+        wanted = self.num_steps
         if self.num_epochs is not None:
-            name, done, wanted = "num_epochs", run.epoch + (run.batch > 0), self.num_epochs
+            name = "num_epochs"
+            done = run.epoch + (run.batch > 0)
+            wanted = self.num_epochs
         if wanted is not None and done > wanted:
             raise ValueError(
-                f"fit: {name}={wanted}, but the run in {path.parent} already has {done} (its newest checkpoint "
-                f"is {path.name}). Pass {name}={done} or more. To read an earlier state, use restore(step=). "
-                "To begin a new run, pass another directory."
+                f"fit: {name}={wanted}, but the run in {path.parent} already has "
+                f"{done} (its newest checkpoint is {path.name}). Pass {name}={done} or "
+                "more. To read an earlier state, use restore(step=). To begin a new "
+                "run, pass another directory."
             )
 
 
@@ -87,26 +100,34 @@ class Due:
 
 
 def due(plan: Plan, run: RunRecord, *, stop: bool = False) -> Due:
-    """List the things that are due at the current step of a run: after the step, or when the run resumes.
+    """List the things that are due at the current step of a run: after the step, or
+    when the run resumes.
 
     **Arguments:**
 
     - `plan`: the plan of the run.
     - `run`: the run so far, with its evaluations, so that no step is evaluated twice.
-    - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The checkpoint includes the
-        metrics that are not logged yet. A run that does not save logs them instead.
+    - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The
+        checkpoint includes the metrics that are not logged yet. A run that does not
+        save logs them instead.
     """
-    is_end = run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
+    is_end = run.stopped or (
+        plan.num_steps is not None and run.num_steps >= plan.num_steps
+    )
     is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
     evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
     evaluate = evaluate and not stop and not run.is_evaluated
     save = plan.save is not None and (is_end or stop or _is_due(plan.save, run))
-    log = not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
+    log = (
+        not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
+    )
     return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)
 
 
 def _is_due(every: int, run: RunRecord) -> bool:
-    return run.num_steps > 0 and (run.num_steps % every == 0 if every else run.batch == 0)
+    return run.num_steps > 0 and (
+        run.num_steps % every == 0 if every else run.batch == 0
+    )
 
 
 # The hook.
@@ -114,25 +135,32 @@ def _is_due(every: int, run: RunRecord) -> bool:
 
 @runtime_checkable
 class Hook(Protocol):
-    """`(run, row, state) -> None`, or `True` to end the run: `fit` calls it after each row and each evaluation.
+    """`(run, row, state) -> None`, or `True` to end the run: `fit` calls it after each
+    row and each evaluation.
 
     - `run`: the run so far ([`RunRecord`][]), with all its `evaluations`.
-    - `row`: a copy of the metrics that were just logged: `train/...` of the steps since the last row, or
-        `eval/...`.
-    - `state`: the state after the last step. The next step deletes its arrays, so copy those that you want to
-        keep with `jax.device_get`. A hook that deletes them itself (it passes the state to a step that donates
-        it) ends the run with an error, so pass such a step a copy, `jax.tree.map(jnp.copy, state)`.
+    - `row`: a copy of the metrics that were just logged: `train/...` of the steps since
+        the last row, or `eval/...`.
+    - `state`: the state after the last step. The next step deletes its arrays, so copy
+        those that you want to keep with `jax.device_get`. A hook that deletes them
+        itself (it passes the state to a step that donates it) ends the run with an
+        error, so pass such a step a copy, `jax.tree.map(jnp.copy, state)`.
 
-    A run that its hook ends is whole: as at its last step, it ends with an evaluation (if it has any) and a
-    save. `fit` calls the hook on every process at the same steps, and process 0 decides whether the run ends. A
-    resumed run is exact if the hook depends only on its arguments. Anything that it stores elsewhere is lost
-    when the run ends.
+    A run that its hook ends is whole: as at its last step, it ends with an evaluation
+    (if it has any) and a save. `fit` calls the hook on every process at the same steps,
+    and process 0 decides whether the run ends. A resumed run is exact if the hook
+    depends only on its arguments. Anything that it stores elsewhere is lost when the
+    run ends.
     """
 
-    def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> bool | None: ...
+    def __call__(
+        self, run: RunRecord, row: Mapping[str, float], state: TrainState, /
+    ) -> bool | None: ...
 
 
-def apply_hook(hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState) -> RunRecord:
+def apply_hook(
+    hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
+) -> RunRecord:
     """Call the hook, and return the run, which the hook may have ended.
 
     Raises `TypeError` if the hook returns something else than `None` or a bool, and
@@ -144,24 +172,29 @@ def apply_hook(hook: Hook, run: RunRecord, row: Mapping[str, float], state: Trai
     check_not_donated(state, "hook")
     if stop is not None and not isinstance(stop, bool | np.bool_):
         raise TypeError(
-            f"hook must return None, or True to end the run, but returned a {type(stop).__name__}. It cannot "
-            "change the state."
+            "hook must return None, or True to end the run, but returned a "
+            f"{type(stop).__name__}. It cannot change the state."
         )
-    return dataclasses.replace(run, stopped=run.stopped or from_first(lambda: bool(stop)))
+    return dataclasses.replace(
+        run, stopped=run.stopped or from_first(lambda: bool(stop))
+    )
 
 
 def check_not_donated(state: TrainState, function: str) -> None:
     """Raise `ValueError` if a function of the user has deleted arrays of the state.
 
-    The next step would end the process: jaxlib 0.10.2 reads deleted arguments of a compiled
-    program (openxla/xla#22604).
+    The next step would end the process: jaxlib 0.10.2 reads deleted arguments of a
+    compiled program (openxla/xla#22604).
     """
-    deleted = [path for path, x in leaves_with_paths(state) if is_array(x) and x.is_deleted()]
+    deleted = [
+        path for path, x in leaves_with_paths(state) if is_array(x) and x.is_deleted()
+    ]
     if deleted:
         raise ValueError(
-            f"{function} deleted {first_few(deleted, most=3)} of the state that fit passed to it, so the "
-            "run cannot go on. A step deletes the state that it is given: pass it a copy, "
-            "jax.tree.map(jnp.copy, state), or use jit_step(step, donate=False)."
+            f"{function} deleted {first_few(deleted, most=3)} of the state that fit "
+            "passed to it, so the run cannot go on. A step deletes the state that it "
+            "is given: pass it a copy, jax.tree.map(jnp.copy, state), or use "
+            "jit_step(step, donate=False)."
         )
 
 
@@ -170,15 +203,17 @@ def check_not_donated(state: TrainState, function: str) -> None:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good state, before `step`. `history`
-    has the rows until then.
+    """The loss or the gradient norm was not finite. `state` is the last good state,
+    before `step`. `history` has the rows until then.
 
-    If both were finite, but the optimizer's update was not, the message names the parameters. `fit` detects
-    this at the next row of the log. No good state is left then, and `state` has these parameters.
+    If both were finite, but the optimizer's update was not, the message names the
+    parameters. `fit` detects this at the next row of the log. No good state is left
+    then, and `state` has these parameters.
 
-    The message names a NaN in the batch (with many processes, only on the process that has that row). Under
-    `jax_debug_nans`, the error comes from a `FloatingPointError` at the line of `loss_fn`, or the message names
-    the metric that is not finite, or the parameter with such a gradient.
+    The message names a NaN in the batch (with many processes, only on the process that
+    has that row). Under `jax_debug_nans`, the error comes from a `FloatingPointError`
+    at the line of `loss_fn`, or the message names the metric that is not finite, or the
+    parameter with such a gradient.
     """
 
     state: TrainState
@@ -190,29 +225,34 @@ class NonFiniteError(ArithmeticError):
     def __str__(self) -> str:
         if self.parameters:
             return (
-                f"before step {self.step} (counted from 0), parameters are not finite, although the losses and "
-                f"gradient norms were: {self.parameters}. The optimizer made them so, for example Adam with "
-                "eps=0, or a learning rate that is not finite (they are in this error's `state`: go on from a "
-                "checkpoint). Or they began so, as the -inf of a mask does: make it a NumPy array, a constant."
+                f"before step {self.step} (counted from 0), parameters are not finite, "
+                f"although the losses and gradient norms were: {self.parameters}. The "
+                "optimizer made them so, for example Adam with eps=0, or a learning "
+                "rate that is not finite (they are in this error's `state`: go on from "
+                "a checkpoint). Or they began so, as the -inf of a mask does: make it "
+                "a NumPy array, a constant."
             )
         where = self.where or 'jax.config.update("jax_debug_nans", True) says where'
         return (
-            f"the loss or the gradient norm was not finite at step {self.step} (counted from 0): {where}. The "
-            "last good state is in this error's `state`."
+            f"the loss or the gradient norm was not finite at step {self.step} "
+            f"(counted from 0): {where}. The last good state is in this error's "
+            "`state`."
         )
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainingInterrupted(KeyboardInterrupt):
-    """SIGINT (Ctrl-C) or SIGTERM (preemption) ended `fit`. If you do not catch this error, it ends the program
-    with the exit code 128 + `signal`: 130 or 143.
+    """SIGINT (Ctrl-C) or SIGTERM (preemption) ended `fit`. If you do not catch this
+    error, it ends the program with the exit code 128 + `signal`: 130 or 143.
 
-    In IPython and Jupyter, Ctrl-C only ends the cell, and `sys.last_value` is this error.
+    In IPython and Jupyter, Ctrl-C only ends the cell, and `sys.last_value` is this
+    error.
 
     - `state`: the state after the last whole step.
     - `step`: the number of that step.
     - `signal`: the signal.
-    - `checkpoint`: the directory of the checkpoint with this state, if `fit` saves checkpoints.
+    - `checkpoint`: the directory of the checkpoint with this state, if `fit` saves
+        checkpoints.
     - `history`: the rows and evaluations until then.
     """
 
@@ -228,43 +268,56 @@ class TrainingInterrupted(KeyboardInterrupt):
         return 128 + self.signal
 
     def __str__(self) -> str:
-        where = "" if self.checkpoint is None else f", and was saved as {self.checkpoint}"
+        where = (
+            "" if self.checkpoint is None else f", and was saved as {self.checkpoint}"
+        )
         return (
-            f"fit was interrupted by {self.signal.name} after step {self.step}; the state is in this error's "
-            f"`state`{where}."
+            f"fit was interrupted by {self.signal.name} after step {self.step}; the "
+            f"state is in this error's `state`{where}."
         )
 
     def _render_traceback_(self) -> list[str]:
         """Render this error for IPython."""
-        return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
+        return [
+            f"{type(self).__name__}: {self}",
+            "    import sys; state = sys.last_value.state",
+        ]
 
 
 class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The same error as an exit: Python ends with its `code` and prints no traceback."""
+    """The same error as an exit: Python ends with its `code` and prints no
+    traceback."""
 
 
-def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
-    """Create the exception to raise. It ends the program, except for Ctrl-C in IPython, where an exit would
-    print a hint about how to exit."""
+def interruption(
+    state: Any, step: int, signum: int, checkpoint: Any, history: Any
+) -> TrainingInterrupted:
+    """Create the exception to raise. It ends the program, except for Ctrl-C in IPython,
+    where an exit would print a hint about how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None
-    kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
+    kind = (
+        TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
+    )
     return kind(state, step, Signals(signum), checkpoint, history)
 
 
 REPEAT_SECONDS = 2.0
-"""The time in which the same signal counts as one request: `srun` and the batch script, or a container and its
-group, each send one."""
+"""The time in which the same signal counts as one request: `srun` and the batch script,
+or a container and its group, each send one."""
 
 PATIENCE_SECONDS = 3.0
-"""After a signal, the time that a batch may still take. `docker stop` kills a program after 10 seconds."""
+"""After a signal, the time that a batch may still take. `docker stop` kills a program
+after 10 seconds."""
 
 
 class InterruptFlag:
-    """A context in which the first SIGINT or SIGTERM only sets `signal`. The same signal is then ignored for
-    `REPEAT_SECONDS`. Any other signal, and any later one, has its usual effect.
+    """A context in which the first SIGINT or SIGTERM only sets `signal`. The same
+    signal is then ignored for `REPEAT_SECONDS`. Any other signal, and any later one,
+    has its usual effect.
 
-    Does nothing outside the main thread, or for a signal that the program handles itself.
+    Does nothing outside the main thread, or for a signal that the program handles
+    itself.
     """
 
     def __init__(self) -> None:
@@ -275,7 +328,10 @@ class InterruptFlag:
 
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
-            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            defaults = {
+                signal.SIGINT: signal.default_int_handler,
+                signal.SIGTERM: signal.SIG_DFL,
+            }
             for number, default in defaults.items():
                 if signal.getsignal(number) is default:
                     self._previous[number] = signal.signal(number, self._handle)
@@ -298,7 +354,8 @@ class InterruptFlag:
                 self._is_waiting = can_end_alone
                 try:
                     if self.signal:
-                        # It came since the last item, perhaps while the state was saved.
+                        # It came since the last item, perhaps while the state was
+                        # saved.
                         self._limit_waiting()
                     item = next(items, None)
                 finally:
@@ -338,7 +395,8 @@ class InterruptFlag:
 
 
 class _ReaderHangsError(BaseException):
-    """The next batch does not come. No `Exception`, because the user's reader may catch those."""
+    """The next batch does not come. No `Exception`, because the user's reader may catch
+    those."""
 
 
 def _raise_reader_hangs(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
-"""`evaluate`, `predict` and `Evaluation`: each covers every example of a set exactly once."""
+"""`evaluate`, `predict` and `Evaluation`: each covers every example of a set exactly
+once."""
 
 import contextlib
 import dataclasses
@@ -43,9 +44,9 @@ from redco_eqx._training.loggers import write_whole
 Programs: TypeAlias = dict[Hashable, jax.stages.Compiled]
 
 NUM_AHEAD = 4
-"""The maximum number of unfinished steps. Waiting batches take memory, and the CPU client can deadlock when
-computations that wait for each other take all of its threads (see `give_threads`; no upstream issue is
-known)."""
+"""The maximum number of unfinished steps. Waiting batches take memory, and the CPU
+client can deadlock when computations that wait for each other take all of its threads
+(see `give_threads`; no upstream issue is known)."""
 
 
 @in_own_context
@@ -57,36 +58,50 @@ def evaluate(
     loss_fn: LossFn,
     batch_size: int,
 ) -> dict[str, float]:
-    """Compute the loss and metrics over all examples, as exact weighted means, for any batch size and mesh.
+    """Compute the loss and metrics over all examples, as exact weighted means, for any
+    batch size and mesh.
 
-    The model is in inference mode. If `loss_fn` returns a scalar, its weight is the number of examples in the
-    batch; a [`Mean`][] has its own weight. The compiled program is kept for later calls with the same
-    program, unless it calls back into Python.
+    The model is in inference mode. If `loss_fn` returns a scalar, its weight is the
+    number of examples in the batch; a [`Mean`][] has its own weight. The compiled
+    program is kept for later calls with the same program, unless it calls back into
+    Python.
 
     ```python
-    row = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
+    functions = dict(collate_fn=collate_fn, loss_fn=loss_fn)
+    row = rx.evaluate(state, held_out, **functions, batch_size=64)
     print(row["loss"])
     ```
 
     **Arguments:**
 
-    - `state`: from `init_state`, with or without an optimizer. The mesh and the random key are those of the
-        state.
+    - `state`: from `init_state`, with or without an optimizer. The mesh and the random
+        key are those of the state.
     - `examples`: as for `batches`, but no `Stream`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
-    - `batch_size`: a multiple of the number of data shards. If the last examples do not fill a batch, they are
-        evaluated without padding. The random numbers that `loss_fn` draws for these depend on the number of
-        data shards.
+    - `batch_size`: a multiple of the number of data shards. If the last examples do not
+        fill a batch, they are evaluated without padding. The random numbers that
+        `loss_fn` draws for these depend on the number of data shards.
 
     **Returns:**
 
-    `{"loss": ..., <metrics of loss_fn>}` as floats. The mean over a total weight of 0 is NaN.
+    `{"loss": ..., <metrics of loss_fn>}` as floats. The mean over a total weight of 0
+    is NaN.
 
     **Raises:**
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
-    return _means(_outputs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn))
+    return _means(
+        _outputs(
+            "evaluate",
+            eval_step,
+            state,
+            examples,
+            collate_fn,
+            batch_size,
+            loss_fn=loss_fn,
+        )
+    )
 
 
 @in_own_context
@@ -99,33 +114,44 @@ def predict(
     output_fn: OutputFn | None = None,
     batch_size: int,
 ) -> list[Any]:
-    """Compute `predict_fn` for each example, and return all predictions, in order, on every process.
+    """Compute `predict_fn` for each example, and return all predictions, in order, on
+    every process.
 
-    The model is in inference mode. The last batch is filled by repeating its last example, and the predictions
-    for the repetitions are dropped.
+    The model is in inference mode. The last batch is filled by repeating its last
+    example, and the predictions for the repetitions are dropped.
 
     ```python
-    outputs = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=64)
+    functions = dict(collate_fn=collate_fn, predict_fn=predict_fn)
+    outputs = rx.predict(state, held_out, **functions, batch_size=64)
     print(len(outputs), outputs[0].shape)
     ```
 
-    **Arguments:** the same as for `evaluate`, with `predict_fn` (a [`PredictFn`][]) in place of `loss_fn`,
-    and
+    **Arguments:** the same as for `evaluate`, with `predict_fn` (a [`PredictFn`][]) in
+    place of `loss_fn`, and
 
-    - `output_fn`: `(example, prediction) -> anything`. It turns the arrays of one example into something that a
-        person can read, such as decoded text or the name of a label.
+    - `output_fn`: `(example, prediction) -> anything`. It turns the arrays of one
+        example into something that a person can read, such as decoded text or the name
+        of a label.
 
     **Returns:**
 
-    A list with one entry per example: the result of `predict_fn` as NumPy arrays without the batch dim, or the
-    result of `output_fn` if you pass one.
+    A list with one entry per example: the result of `predict_fn` as NumPy arrays
+    without the batch dim, or the result of `output_fn` if you pass one.
 
     **Raises:**
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
     data = as_sequence("predict: examples", examples)
-    outputs = _outputs("predict", predict_step, state, data, collate_fn, batch_size, predict_fn=predict_fn)
+    outputs = _outputs(
+        "predict",
+        predict_step,
+        state,
+        data,
+        collate_fn,
+        batch_size,
+        predict_fn=predict_fn,
+    )
     return _rows(outputs, data.sequence, output_fn)
 
 
@@ -140,11 +166,13 @@ def _outputs(
     programs: Programs | None = None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
-    """Yield the result of `step` for each batch, after a few more batches have been dispatched.
+    """Yield the result of `step` for each batch, after a few more batches have been
+    dispatched.
 
-    `function` is the user's function that `step` takes, by name. `watch` is called before each batch, and at
-    the end. If it raises an error, the generator ends. Compiled programs are added to `programs`, and those
-    that are there already are not traced again.
+    `function` is the user's function that `step` takes, by name. `watch` is called
+    before each batch, and at the end. If it raises an error, the generator ends.
+    Compiled programs are added to `programs`, and those that are there already are not
+    traced again.
     """
     check_is_state(state, f"{where}: state")
     check_compiles(where)
@@ -157,16 +185,20 @@ def _outputs(
         return step(state, batch, index=index)
 
     programs = {} if programs is None else programs
-    mesh, of_state = state_mesh(state), signature(state)
+    mesh = state_mesh(state)
+    of_state = signature(state)
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
-        compare_examples(where, mesh, data.sequence)  # first, because it names a process that does not come
+        # first, because it names a process that does not come.
+        compare_examples(where, mesh, data.sequence)
         compare_states(state, f"{where} got different ones")
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
-    stream = batches(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
+    stream = batches(
+        data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder
+    )
     ahead: deque[PyTree] = deque()
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
@@ -176,7 +208,11 @@ def _outputs(
             if key not in programs:
                 lowered = jax.jit(inference, keep_unused=True).lower(*inputs)
                 programs[key], digest = compile_once(lowered, inputs)
-                agree(mesh, where, {f"the checksum of what {' '.join(function)} computes": digest})
+                agree(
+                    mesh,
+                    where,
+                    {f"the checksum of what {' '.join(function)} computes": digest},
+                )
             ahead.append(programs[key](*inputs))
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
@@ -187,34 +223,55 @@ def _outputs(
 def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
     """Compute the means over all batches, summed in float64."""
     totals: dict[str, np.ndarray] = {}
-    with contextlib.closing(outputs):  # an error would keep this frame alive, and with it the thread
+    with contextlib.closing(outputs):
+        # An error would keep this frame alive, and with it the thread.
         for metrics in outputs:
             for name, mean in jax.device_get(metrics).items():
-                totals[name] = totals.get(name, 0.0) + np.array([mean.total, mean.weight], np.float64)
+                totals[name] = totals.get(name, 0.0) + np.array(
+                    [mean.total, mean.weight], np.float64
+                )
     # A mean over nothing is unknown. As 0, it would be the best loss of all.
-    return {name: float(total / weight) if weight else math.nan for name, (total, weight) in totals.items()}
+    return {
+        name: float(total / weight) if weight else math.nan
+        for name, (total, weight) in totals.items()
+    }
 
 
-def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
-    """Return the result of `output_fn` for each example. Drop the predictions for the padding of the last
-    batch."""
+def _rows(
+    outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None
+) -> list[Any]:
+    """Return the result of `output_fn` for each example. Drop the predictions for the
+    padding of the last batch."""
     rows: list[Any] = []
     with contextlib.closing(outputs):
         for output in outputs:
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
-            for leaves_of_one in itertools.islice(zip(*leaves), len(examples) - len(rows)):
+            for leaves_of_one in itertools.islice(
+                zip(*leaves), len(examples) - len(rows)
+            ):
                 row = jax.tree.unflatten(treedef, leaves_of_one)
-                with noting(f"output_fn was given example {len(rows)} and its prediction."):
-                    rows.append(row if output_fn is None else output_fn(examples[len(rows)], row))
+                with noting(
+                    f"output_fn was given example {len(rows)} and its prediction."
+                ):
+                    rows.append(
+                        row
+                        if output_fn is None
+                        else output_fn(examples[len(rows)], row)
+                    )
     return rows
 
 
 def _to_host(x: Array) -> np.ndarray:
     is_here = x.is_fully_addressable or x.is_fully_replicated
-    return jax.device_get(x) if is_here else multihost_utils.process_allgather(x, tiled=True)
+    return (
+        jax.device_get(x)
+        if is_here
+        else multihost_utils.process_allgather(x, tiled=True)
+    )
 
 
-# `Evaluation`: the loss, the predictions and their metrics, which a run measures on other examples.
+# `Evaluation`: the loss, the predictions and their metrics, which a run measures on
+# other examples.
 
 
 MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
@@ -223,8 +280,8 @@ MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """An evaluation for [`fit`][]: its examples, intervals and functions. Call it with a state to evaluate that
-    state at once.
+    """An evaluation for [`fit`][]: its examples, intervals and functions. Call it with
+    a state to evaluate that state at once.
 
     ```python
     def worst(examples, outputs):
@@ -232,20 +289,23 @@ class Evaluation:
 
     evaluation = rx.Evaluation(held_out, predict_fn=predict_fn, metric_fn=worst)
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, evaluation=evaluation)
-    row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
+    functions = dict(collate_fn=collate_fn, loss_fn=loss_fn)
+    row = rx.Evaluation(held_out, **functions, batch_size=64)(state)
     ```
 
     - `examples`: the examples to evaluate (see `evaluate`).
-    - `every_steps`: the number of steps between two evaluations. Without it, there is an evaluation after
-        each epoch. There is always one at the end of a run.
-    - `collate_fn`, `loss_fn`, `batch_size`: by default, the ones that you pass to `fit`.
-    - `state_fn`: turns the state of the run into the state to evaluate, for example one with averaged
-        parameters.
-    - `predict_fn`, `output_fn`: make a prediction per example, and turn it into something that a person
-        can read (see `predict`).
-    - `metric_fn`: a function `metric_fn(examples, predictions)` that returns a dict of numbers. The predictions
-        are the outputs of the functions above.
-    - `predictions_directory`: the directory for the outputs and their examples, as `step-<step>.jsonl`.
+    - `every_steps`: the number of steps between two evaluations. Without it, there is
+        an evaluation after each epoch. There is always one at the end of a run.
+    - `collate_fn`, `loss_fn`, `batch_size`: by default, the ones that you pass to
+        `fit`.
+    - `state_fn`: turns the state of the run into the state to evaluate, for example one
+        with averaged parameters.
+    - `predict_fn`, `output_fn`: make a prediction per example, and turn it into
+        something that a person can read (see `predict`).
+    - `metric_fn`: a function `metric_fn(examples, predictions)` that returns a dict of
+        numbers. The predictions are the outputs of the functions above.
+    - `predictions_directory`: the directory for the outputs and their examples, as
+        `step-<step>.jsonl`.
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -263,75 +323,130 @@ class Evaluation:
     predictions_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
+        check_positive(
+            "Evaluation", every_steps=self.every_steps, batch_size=self.batch_size
+        )
         if self.predictions_directory is not None:
             local_path("Evaluation: predictions_directory", self.predictions_directory)
         as_sequence("Evaluation: examples", self.examples)
-        names = ("collate_fn", "loss_fn", "state_fn", "predict_fn", "output_fn", "metric_fn")
-        check_functions("Evaluation", **{name: x for name in names if (x := getattr(self, name)) is not None})
+        names = (
+            "collate_fn",
+            "loss_fn",
+            "state_fn",
+            "predict_fn",
+            "output_fn",
+            "metric_fn",
+        )
+        check_functions(
+            "Evaluation",
+            **{name: x for name in names if (x := getattr(self, name)) is not None},
+        )
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
-                raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
+                raise ValueError(
+                    f"Evaluation: {name} needs predict_fn, which makes the predictions."
+                )
 
     def or_else(self, **defaults: Any) -> "Evaluation":
         """Return a copy with these values for the fields that are `None`."""
-        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        missing = {
+            name: value
+            for name, value in defaults.items()
+            if getattr(self, name) is None
+        }
         return dataclasses.replace(self, **missing)
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
-        """Evaluate one batch, so that an error comes before a run and not during it. Write no files."""
-        with noting("This happened when fit tried the evaluation on the first batch of its examples."):
+        """Evaluate one batch, so that an error comes before a run and not during it.
+        Write no files."""
+        with noting(
+            "This happened when fit tried the evaluation on the first batch of its "
+            "examples."
+        ):
             data = as_sequence("Evaluation: examples", self.examples)
             num_first = min(num_examples_of(data.sequence), self.batch_size or 1)
-            first = dataclasses.replace(data, examples=[data.sequence[i] for i in range(num_first)])
-            return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
+            first = dataclasses.replace(
+                data, examples=[data.sequence[i] for i in range(num_first)]
+            )
+            return dataclasses.replace(
+                self, examples=first, predictions_directory=None
+            )(state)
 
     @in_own_context
     def __call__(self, state: TrainState, **options: Any) -> dict[str, float]:
-        """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the predictions to their file.
+        """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the
+        predictions to their file.
 
         The mean over a total weight of 0 is NaN, which is never the best.
 
-        `options` are for `fit`: `watch`, a function that is called before each batch and at the end, and whose
-        error ends the evaluation; and `programs`, which are the same in each evaluation of a run, so that the
-        functions are traced only once.
+        `options` are for `fit`: `watch`, a function that is called before each batch
+        and at the end, and whose error ends the evaluation; and `programs`, which are
+        the same in each evaluation of a run, so that the functions are traced only
+        once.
 
-        Raises `ValueError` for a value that is missing or cannot be used, and any error that the functions
-        raise.
+        Raises `ValueError` for a value that is missing or cannot be used, and any error
+        that the functions raise.
         """
         if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
-            raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
+            raise ValueError(
+                "Evaluation: outside of fit it needs collate_fn, loss_fn and "
+                "batch_size."
+            )
         check_is_state(state, "Evaluation: state")
-        step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
+        step = step_of(state)
+        state = state if self.state_fn is None else self.state_fn(state)
         check_is_state(state, "Evaluation: what state_fn returns")
         common: Any = self.collate_fn, self.batch_size
-        losses = _outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn, **options)
+        losses = _outputs(
+            "evaluate",
+            eval_step,
+            state,
+            self.examples,
+            *common,
+            loss_fn=self.loss_fn,
+            **options,
+        )
         metrics = _means(losses)
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
         data = as_sequence("Evaluation: examples", self.examples)
-        outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn, **options)
+        outputs = _outputs(
+            "predict",
+            predict_step,
+            state,
+            data,
+            *common,
+            predict_fn=self.predict_fn,
+            **options,
+        )
         predicted = _rows(outputs, data.sequence, self.output_fn)
         if self.metric_fn is not None:
             found = _as_row(self.metric_fn(data.sequence, predicted), row)
-            row |= from_first(lambda: found)  # so that each process has the same numbers, even of a clock
+            # So that each process has the same numbers, even of a clock.
+            row |= from_first(lambda: found)
         if self.predictions_directory is not None and jax.process_index() == 0:
-            directory = local_path("Evaluation: predictions_directory", self.predictions_directory)
+            directory = local_path(
+                "Evaluation: predictions_directory", self.predictions_directory
+            )
             path = directory / f"step-{step}.jsonl"
             _write(path, data.sequence, predicted)
         return row
 
 
 def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
-    """Make a row from the result of `metric_fn`. The metrics of `loss_fn` have the names in `taken`."""
+    """Make a row from the result of `metric_fn`. The metrics of `loss_fn` have the
+    names in `taken`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
-            f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
+            "metric_fn must return a dict of numbers by name, but returned a "
+            f"{type(metrics).__name__}."
         )
     for name in metrics:
         if f"eval/{name}" in taken:
-            raise ValueError(f"metric_fn: loss_fn already reports a metric {name!r}. Rename one.")
+            raise ValueError(
+                f"metric_fn: loss_fn already reports a metric {name!r}. Rename one."
+            )
     return {f"eval/{name}": _number(name, value) for name, value in metrics.items()}
 
 
@@ -339,26 +454,36 @@ def _number(name: str, x: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(x, str | bytes) and np.shape(x) == ():
             return float(x)
-    raise ValueError(f"metric_fn: {name!r} is {x!r} ({type(x).__name__}), but a metric is one number.")
+    raise ValueError(
+        f"metric_fn: {name!r} is {x!r} ({type(x).__name__}), but a metric is one "
+        "number."
+    )
 
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
-    """Write a line of JSON for each example, `{"example": ..., "prediction": ...}`. Write the whole file or
-    nothing."""
+    """Write a line of JSON for each example, `{"example": ..., "prediction": ...}`.
+    Write the whole file or nothing."""
     pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
     lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair has no form in UTF-8; the handler writes its JSON escape instead.
+    # Half of a surrogate pair has no form in UTF-8; the handler writes its JSON escape
+    # instead.
     write_whole(path, "".join(lines).encode(errors="backslashreplace"))
 
 
 def _json(x: Any) -> str:
     try:
         return json.dumps(x, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object in itself
+    except (TypeError, ValueError, RecursionError):
+        # Keys that are not strings, an object in itself.
         return json.dumps(repr(x), ensure_ascii=False)
 
 
 def _plain(x: Any) -> Any:
-    """Turn an array into nested lists, and any other object that JSON cannot represent into its `repr`."""
-    return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)
+    """Turn an array into nested lists, and any other object that JSON cannot represent
+    into its `repr`."""
+    return (
+        np.asarray(x).tolist()
+        if isinstance(x, np.ndarray | np.generic | jax.Array)
+        else repr(x)
+    )

@@ -1,4 +1,5 @@
-"""The numbers that `optax.inject_hyperparams` keeps in a state: which of them count when a run continues."""
+"""The numbers that `optax.inject_hyperparams` keeps in a state: which of them count
+when a run continues."""
 
 import dataclasses
 import os
@@ -15,16 +16,19 @@ from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
 
 Numbers: TypeAlias = dict[str, np.ndarray]
-"""Hyperparameters by their path in the optimizer's state: `0.hyperparams.learning_rate`."""
+"""Hyperparameters by their path in the optimizer's state:
+`0.hyperparams.learning_rate`."""
 
 
 def kept_in(opt_state: PyTree) -> Numbers:
-    """Return the hyperparameters that the state of an optimizer keeps, and that its updates use."""
+    """Return the hyperparameters that the state of an optimizer keeps, and that its
+    updates use."""
     return _copied(_kept(opt_state, ""))
 
 
 def given_by(optimizer: optax.GradientTransformation, state: TrainState) -> Numbers:
-    """Return the hyperparameters with which an optimizer begins. Its moments are not computed."""
+    """Return the hyperparameters with which an optimizer begins. Its moments are not
+    computed."""
     begun = jax.jit(lambda params: _kept(optimizer.init(params), ""))(state.params)
     return _copied(begun)
 
@@ -39,7 +43,11 @@ def _kept(node: PyTree, path: str) -> dict[str, Any]:
     found = {}
     if hasattr(node, "hyperparams") and hasattr(node, "hyperparams_states"):
         # Those with a state are computed at each update, by a schedule.
-        numbers = {name: x for name, x in node.hyperparams.items() if name not in node.hyperparams_states}
+        numbers = {
+            name: x
+            for name, x in node.hyperparams.items()
+            if name not in node.hyperparams_states
+        }
         found = {join(path, "hyperparams", name): x for name, x in numbers.items()}
     for name, child in children(node):
         found |= _kept(child, join(path, name))
@@ -47,29 +55,35 @@ def _kept(node: PyTree, path: str) -> dict[str, Any]:
 
 
 def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> None:
-    """Warn if the hyperparameters of the checkpoint `source`, which count, are not those of this call."""
+    """Warn if the hyperparameters of the checkpoint `source`, which count, are not
+    those of this call."""
     if changed := _changed(kept, other):
         warn(
-            f"fit: the optimizer keeps its hyperparameters in its state, so those of {os.fspath(source)} "
-            f"count, and not those of this call: {changed}. To continue with those of this call, pass the "
-            "state of init_state(model, optimizer) and Checkpoints(..., allow_changes=True)."
+            "fit: the optimizer keeps its hyperparameters in its state, so those of "
+            f"{os.fspath(source)} count, and not those of this call: {changed}. To "
+            "continue with those of this call, pass the state of init_state(model, "
+            "optimizer) and Checkpoints(..., allow_changes=True)."
         )
 
 
-def replace_kept(restored: TrainState, given: Numbers, source: os.PathLike[str]) -> TrainState:
-    """Return the state that was read from the checkpoint `source`, with the hyperparameters of this call. Warn
-    if they change anything."""
+def replace_kept(
+    restored: TrainState, given: Numbers, source: os.PathLike[str]
+) -> TrainState:
+    """Return the state that was read from the checkpoint `source`, with the
+    hyperparameters of this call. Warn if they change anything."""
     changed = _changed(given, kept_in(restored.opt_state))
     if not changed:
         return restored
     warn(
-        f"fit: the run continues from {os.fspath(source)} with other hyperparameters, because "
-        f"allow_changes=True: {changed}."
+        f"fit: the run continues from {os.fspath(source)} with other hyperparameters, "
+        f"because allow_changes=True: {changed}."
     )
     arrays = to_arrays(restored.opt_state)
     for path, number in given.items():
         arrays[path] = put_global(number, arrays[path].sharding)
-    return dataclasses.replace(restored, opt_state=from_arrays(restored.opt_state, arrays))
+    return dataclasses.replace(
+        restored, opt_state=from_arrays(restored.opt_state, arrays)
+    )
 
 
 def _changed(numbers: Numbers, others: Numbers) -> str:

@@ -1,4 +1,5 @@
-"""A run of `fit` in progress: its compiled step, its loop, and the metrics that are not logged yet."""
+"""A run of `fit` in progress: its compiled step, its loop, and the metrics that are not
+logged yet."""
 
 import contextlib
 import dataclasses
@@ -49,12 +50,12 @@ if TYPE_CHECKING:  # imported where it is used, because few runs need it
 class TrainProgram(NamedTuple):
     """A compiled step that leaves the state as it was if the step is not finite.
 
-    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the leaves of a state. It
-        reuses their memory.
+    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the
+        leaves of a state. It reuses their memory.
     - `window`: an empty window, on the devices.
     - `digest`: that of [`compile_once`][], to compare it between processes.
-    - `peak_seconds`: the time that its products would take at the peak speed of the devices; 0 if that is not
-        known.
+    - `peak_seconds`: the time that its products would take at the peak speed of the
+        devices; 0 if that is not known.
     """
 
     compiled: jax.stages.Compiled
@@ -64,33 +65,55 @@ class TrainProgram(NamedTuple):
 
 
 def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """Compile `train_step` with these options, for states with this layout and batches with these shapes. The
-    step leaves the state as it was if it is not finite.
+    """Compile `train_step` with these options, for states with this layout and batches
+    with these shapes. The step leaves the state as it was if it is not finite.
 
     Raises `ValueError` as `guarded` does, and the errors of the user's functions.
     """
-    step = jax.jit(guarded(functools.partial(train_step, **options, shardings=state.shardings)))
+    step = jax.jit(
+        guarded(functools.partial(train_step, **options, shardings=state.shardings))
+    )
     everywhere = replicated(state_mesh(state))
-    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of the same types.
+    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of
+    # the same types.
     trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
-    window = jax.tree.map(lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1]))
+    window = jax.tree.map(
+        lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])
+    )
     arrays, tree = jax.tree.flatten(state)
-    layout: Any = [x.sharding for x in arrays], jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(accumulated(step, tree), donate_argnums=0, out_shardings=layout, keep_unused=True)
-    program, digest = compile_once(body.lower(arrays, window, batch), (arrays, window, batch))
-    return TrainProgram(program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices))
+    layout: Any = (
+        [x.sharding for x in arrays],
+        jax.tree.map(lambda _: everywhere, window),
+    )
+    body = jax.jit(
+        accumulated(step, tree),
+        donate_argnums=0,
+        out_shardings=layout,
+        keep_unused=True,
+    )
+    program, digest = compile_once(
+        body.lower(arrays, window, batch), (arrays, window, batch)
+    )
+    return TrainProgram(
+        program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices)
+    )
 
 
 def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
-    """Compute the time that the products of a program (without recomputed ones) would take at the peak speed
-    of the devices; 0 if that is not known."""
+    """Compute the time that the products of a program (without recomputed ones) would
+    take at the peak speed of the devices; 0 if that is not known."""
     if devices.flat[0].platform == "cpu":
         return 0.0
-    from redco_eqx._planning.memory import num_flops  # imported only if the peak is known
+    # Imported only if the peak is known.
+    from redco_eqx._planning.memory import num_flops
     from redco_eqx._planning.targets import chip_of
 
     chip = chip_of(devices.flat[0])
-    return num_flops(program.jaxpr, recomputed=False) / (chip.flops * devices.size) if chip else 0.0
+    return (
+        num_flops(program.jaxpr, recomputed=False) / (chip.flops * devices.size)
+        if chip
+        else 0.0
+    )
 
 
 # The loop.
@@ -102,11 +125,13 @@ class _Step:
 
     - `number`: the number of the state after the step.
     - `window`: the window after the step.
-    - `epochs_done`: if a row of the log ends with this step, the number of epochs so far, including the
-        fraction of the current one; otherwise `None`.
-    - `waited`, `compared`: the seconds that `fit` waited for the batches of this row, and a function that
-        returns the numbers of its comparison with the other processes.
-    - `finite`: if a row ends with this step, a scalar on the devices: true if all parameters are finite.
+    - `epochs_done`: if a row of the log ends with this step, the number of epochs so
+        far, including the fraction of the current one; otherwise `None`.
+    - `waited`, `compared`: the seconds that `fit` waited for the batches of this row,
+        and a function that returns the numbers of its comparison with the other
+        processes.
+    - `finite`: if a row ends with this step, a scalar on the devices: true if all
+        parameters are finite.
     - `done_at`: the time when the step was first seen to be finished.
     """
 
@@ -121,9 +146,11 @@ class _Step:
 
 
 class Rounding:
-    """The updates of parameters of fewer than 32 bits that rounding loses, in the first rows of the log.
+    """The updates of parameters of fewer than 32 bits that rounding loses, in the first
+    rows of the log.
 
-    The first rows are those with an update, because a warm-up may begin with learning rates of 0.
+    The first rows are those with an update, because a warm-up may begin with learning
+    rates of 0.
     """
 
     NUM_ROWS = 3
@@ -143,17 +170,23 @@ class Rounding:
             self.rows.append(row)
 
     def warn(self, params: Mapping[str, Any]) -> None:
-        """Warn if most updates of `params` were lost, unless the verdict is already given."""
-        rows, self.rows = self.rows, None
+        """Warn if most updates of `params` were lost, unless the verdict is already
+        given."""
+        rows = self.rows
+        self.rows = None
         lost = sum(rows or (), Mean(0.0, 0.0))
         if float(lost) <= 0.5 or jax.process_index() != 0:
             return
-        narrow = [f"{path} ({x.dtype})" for path, x in params.items() if x.dtype.itemsize < 4]
+        narrow = [
+            f"{path} ({x.dtype})" for path, x in params.items() if x.dtype.itemsize < 4
+        ]
         warn(
-            f"fit: rounding loses {float(lost):.0%} of the updates: they are too small for the trained arrays "
-            f"of fewer than 32 bits, {first_few(narrow, most=3)}, which stay the same. Train float32 "
-            "parameters, and cast them in the loss: model = rx.cast(model, np.float32) before init_state (or "
-            "load float32 arrays), and model = rx.cast(model, jnp.bfloat16) in loss_fn."
+            f"fit: rounding loses {float(lost):.0%} of the updates: they are too "
+            "small for the trained arrays of fewer than 32 bits, "
+            f"{first_few(narrow, most=3)}, which stay the same. Train float32 "
+            "parameters, and cast them in the loss: model = rx.cast(model, "
+            "np.float32) before init_state (or load float32 arrays), and model = "
+            "rx.cast(model, jnp.bfloat16) in loss_fn."
         )
 
 
@@ -165,7 +198,8 @@ class _StoppedError(Exception):
 class Training:
     """The state of a run and its record, which advance together.
 
-    - `arrays`, `tree`: the leaves of the state after the last step that was dispatched, and their structure.
+    - `arrays`, `tree`: the leaves of the state after the last step that was dispatched,
+        and their structure.
     - `run`: the record of the run at that step.
     - `evaluation`, `hook`, `saver`: `None` for a run without one.
     - `watchdog`: notified of each step, including those of evaluations.
@@ -187,7 +221,8 @@ class Training:
     interrupt: InterruptFlag
 
     def __post_init__(self) -> None:
-        self._mesh, self._pid = state_mesh(self.state), os.getpid()
+        self._mesh = state_mesh(self.state)
+        self._pid = os.getpid()
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._evaluated: Programs = {}
         self._program: TrainProgram | None = None  # not before the first step
@@ -197,7 +232,8 @@ class Training:
         self._waited = 0.0  # seconds spent on batches since the last row
         self._rounding = Rounding()
         if self.run.window is not None:
-            everywhere, saved = replicated(self._mesh), Window.from_json(self.run.window)
+            everywhere = replicated(self._mesh)
+            saved = Window.from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
             self.run = dataclasses.replace(self.run, window=None)
 
@@ -211,14 +247,18 @@ class Training:
         """The numbers of the run so far."""
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
-    def loop(self, places: Iterator[tuple[Batch | None, Place]], place: Place) -> tuple[TrainState, History]:
-        """Take steps, and after each do everything that is due, until the plan is complete.
+    def loop(
+        self, places: Iterator[tuple[Batch | None, Place]], place: Place
+    ) -> tuple[TrainState, History]:
+        """Take steps, and after each do everything that is due, until the plan is
+        complete.
 
         `places` are the batches, each with the place after it, that follow `place`.
 
         Raises `TrainingInterrupted` if a signal comes first.
         """
-        stop, vote = 0, Vote(self._mesh)
+        stop = 0
+        vote = Vote(self._mesh)
         began = time.perf_counter()
         for found in self.interrupt.end_early(places):
             batch, place = found or (None, place)
@@ -229,7 +269,8 @@ class Training:
             now = due(self.plan, self.run, stop=stop != 0)
             if now.log:
                 self._log(place, None if stop else self.hook)
-                now = due(self.plan, self.run, stop=stop != 0)  # the hook may have ended the run
+                # The hook may have ended the run.
+                now = due(self.plan, self.run, stop=stop != 0)
             if now.finish:
                 self._catch_up()
             if self.evaluation is not None and now.evaluate:
@@ -243,7 +284,8 @@ class Training:
                 break
             began = time.perf_counter()
         self._rounding.warn(self.state.params)  # of a run with few rows
-        stop = stop or max(from_all(self.interrupt.signal))  # perhaps in the last evaluation
+        # Perhaps in the last evaluation.
+        stop = stop or max(from_all(self.interrupt.signal))
         path = self.saver and self.saver.wait()
         if stop:
             error = interruption(self.state, self.run.step, stop, path, self.history)
@@ -252,26 +294,33 @@ class Training:
         return self.state, self.history
 
     def _step(self, batch: Batch, place: Place) -> None:
-        """Dispatch a step. `place` is the place in the examples after it. Wait for the first step, which may
-        compile."""
-        is_first, shapes = self._program is None, signature(batch)
+        """Dispatch a step. `place` is the place in the examples after it. Wait for the
+        first step, which may compile."""
+        is_first = self._program is None
+        shapes = signature(batch)
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
-            self._program, self.reporter.peak_seconds = program, program.peak_seconds
+            self._program = program
+            self.reporter.peak_seconds = program.peak_seconds
             if self._window is not None and first_change(self._window, program.window):
-                self._log(place, None)  # the next metrics are others, so those until now get a row
+                # The next metrics are others, so those until now get a row.
+                self._log(place, None)
         window = self._window or program.window
-        if self._window is None and self._ahead:  # a step before it may not have been finite
+        if self._window is None and self._ahead:
+            # A step before it may not have been finite.
             window = window._replace(ok=self._ahead[-1].window.ok)
         self.arrays, window = program.compiled(self.arrays, window, batch)
-        self.run, self._window = self.run.advanced(place.epoch, place.batch, place.positions), window
+        self.run = self.run.advanced(place.epoch, place.batch, place.positions)
+        self._window = window
         self._ahead.append(_Step(self.run.step, batch, window))
-        # Under JAX's debugging options, wait for each step, so that the error can name the place.
+        # Under JAX's debugging options, wait for each step, so that the error can name
+        # the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
         if is_first:
             if self.reporter.console is not None:
-                # Imported here, because only a run with a console needs the reader of compiled text.
+                # Imported here, because only a run with a console needs the reader of
+                # compiled text.
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
@@ -283,30 +332,51 @@ class Training:
         """Return the program for batches of these shapes."""
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         if self._program is None:
-            self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+            self._first = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
+            )
             if self.run.identity:
                 from redco_eqx._training.identity import with_programs
 
-                self.run = with_programs(self.run, self.saver and self.saver.path, self.state, batch, functions)
+                self.run = with_programs(
+                    self.run,
+                    self.saver and self.saver.path,
+                    self.state,
+                    batch,
+                    functions,
+                )
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
             warn(
-                f"collate_fn: {path or 'the batch'} is {became}, but was {was} in the first batch. Each new "
-                "shape compiles the step again: pad to a few fixed sizes."
+                f"collate_fn: {path or 'the batch'} is {became}, but was {was} in the "
+                "first batch. Each new shape compiles the step again: pad to a few "
+                "fixed sizes."
             )
             self._first = None
-        program = train_program(self.state, batch, **functions, num_microbatches=self.num_microbatches)
-        facts = {f"the checksum of what {name} computes": self.run.identity.get(name, "") for name in functions}
-        agree(self._mesh, "fit: step", {**facts, "the checksum of the program of the step": program.digest})
+        program = train_program(
+            self.state, batch, **functions, num_microbatches=self.num_microbatches
+        )
+        facts = {
+            f"the checksum of what {name} computes": self.run.identity.get(name, "")
+            for name in functions
+        }
+        agree(
+            self._mesh,
+            "fit: step",
+            {**facts, "the checksum of the program of the step": program.digest},
+        )
         self._programs[shapes] = program
         return program
 
     def _catch_up(self, num_ahead: int = 0) -> None:
-        """Wait until at most `num_ahead` steps are unfinished, and report the rows of the finished ones.
+        """Wait until at most `num_ahead` steps are unfinished, and report the rows of
+        the finished ones.
 
-        Raises `NonFiniteError` for the first step that was not finite, while its batch is still available.
+        Raises `NonFiniteError` for the first step that was not finite, while its batch
+        is still available.
         """
-        for step in self._ahead:  # does not wait: a row is fetched only some steps after it was finished
+        for step in self._ahead:
+            # Does not wait: a row is fetched only some steps after it was finished.
             ok: Any = step.window.ok
             if step.epochs_done is not None and step.done_at is None and ok.is_ready():
                 step.done_at = time.perf_counter()
@@ -325,47 +395,61 @@ class Training:
                 if self._rounding.is_complete:
                     self._rounding.warn(self.state.params)
                 clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
-                self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
+                self.reporter.report(
+                    step.number, step.epochs_done, window, done_at, clocks
+                )
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
         from redco_eqx._step.nonfinite import find_nan, find_nonfinite
 
         finite = {path: all_finite({path: x}) for path, x in self.state.params.items()}
-        bad = [path for path, is_finite in jax.device_get(finite).items() if not is_finite]
-        error = NonFiniteError(self.state, step_of(self.state), parameters=first_few(bad))
+        bad = [
+            path for path, is_finite in jax.device_get(finite).items() if not is_finite
+        ]
+        error = NonFiniteError(
+            self.state, step_of(self.state), parameters=first_few(bad)
+        )
         if bad:
             return error
-        with contextlib.suppress(Exception):  # an error here would hide the one to explain
+        with contextlib.suppress(Exception):
+            # An error here would hide the one to explain.
             error.where = find_nan(batch)
         if error.where is None and _is_debugging():
             try:
                 error.where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
             except FloatingPointError as cause:
-                error.where, error.__cause__ = str(cause), cause
+                error.where = str(cause)
+                error.__cause__ = cause
         return error
 
     def _log(self, place: Place, hook: Hook | None) -> None:
-        """End the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
-        the call waits for that step."""
+        """End the window, unless it is empty. Its row is reported when its last step is
+        finished. With a hook, the call waits for that step."""
         if self._window is None:
             return
         if not self._ahead:
             self._ahead.append(_Step(self.run.step, None, self._window))
         last = self._ahead[-1]
-        last.epochs_done, last.waited, self._waited = place.epochs_done, self._waited, 0.0
+        last.epochs_done = place.epochs_done
+        last.waited = self._waited
+        self._waited = 0.0
         last.finite = all_finite(self.state.params)
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
             when = f"This happened at step {self.run.step}"
             last.compared = compare_copies(self.state.params, when, last.waited)
-        if hook is not None:  # if it raises, the window is saved, so that a resumed run calls it for this row
+        if hook is not None:
+            # If it raises, the window is saved, so that a resumed run calls it for this
+            # row.
             self._catch_up()
             self.run = self._call(hook, self.reporter.metrics, self.run)
-        self._window, self._begin_of_window = None, self.run.step
+        self._window = None
+        self._begin_of_window = self.run.step
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluate the state, which must be finite. Log the results, and add them to the record of the run.
+        """Evaluate the state, which must be finite. Log the results, and add them to
+        the record of the run.
 
         Return false if a signal came before the end of the evaluation.
         """
@@ -373,7 +457,8 @@ class Training:
 
         def watch() -> None:
             self.watchdog.beat()
-            # With several processes, none stops during an evaluation, because the others would wait for it.
+            # With several processes, none stops during an evaluation, because the
+            # others would wait for it.
             if self.interrupt.signal and jax.process_count() == 1:
                 raise _StoppedError
 
@@ -382,10 +467,13 @@ class Training:
                 row = evaluation(self.state, watch=watch, programs=self._evaluated)
         except _StoppedError:
             return False
-        check_not_donated(self.state, "a function of the evaluation (state_fn, for example)")
+        check_not_donated(
+            self.state, "a function of the evaluation (state_fn, for example)"
+        )
         self.reporter.row(self.run.step, row)
         run = self.run.evaluated(row)
-        self.run = run if self.hook is None else self._call(self.hook, row, run)  # if it raises, it comes again
+        # If it raises, it comes again.
+        self.run = run if self.hook is None else self._call(self.hook, row, run)
         return True
 
     def _call(self, hook: Hook, row: Mapping[str, float], run: RunRecord) -> RunRecord:
@@ -395,10 +483,12 @@ class Training:
         return run
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
-        """Save the state, with the metrics that have not been logged yet. Raises the same exceptions as
-        `_catch_up` and `Saver.save`."""
+        """Save the state, with the metrics that have not been logged yet. Raises the
+        same exceptions as `_catch_up` and `Saver.save`."""
         self._catch_up()
-        window = None if self._window is None else jax.device_get(self._window).to_json()
+        window = (
+            None if self._window is None else jax.device_get(self._window).to_json()
+        )
         run = dataclasses.replace(self.run, finished=finished, window=window)
         num_rows = sum(row["step"] <= run.logged_until for row in self.reporter.rows)
         with self.reporter.paused():
@@ -408,22 +498,34 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
-        """Save the state if an error ends the run, and add the state and the history to the error as
-        attributes."""
-        if kind is not None and issubclass(kind, SystemExit) and not issubclass(kind, TrainingInterrupted):
+        """Save the state if an error ends the run, and add the state and the history to
+        the error as attributes."""
+        if (
+            kind is not None
+            and issubclass(kind, SystemExit)
+            and not issubclass(kind, TrainingInterrupted)
+        ):
             leave_call(error)
-        is_forked_child = os.getpid() != self._pid  # without the devices' threads, and without the directory
+        # Without the devices' threads, and without the directory.
+        is_forked_child = os.getpid() != self._pid
         if kind is None or not issubclass(kind, Exception) or is_forked_child:
             return
-        is_good, where = not isinstance(error, NonFiniteError), ""
-        # Do this only with a single process: other processes know nothing about the error, and would not take
-        # part.
+        is_good = not isinstance(error, NonFiniteError)
+        where = ""
+        # Do this only with a single process: other processes know nothing about the
+        # error, and would not take part.
         is_alone = jax.process_count() == 1
         if is_good and is_alone:
-            with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched
+            with contextlib.suppress(Exception):
+                # Reports the rows of steps that were dispatched.
                 self._catch_up()
         is_good = is_good and not any(map(lack_of_value, self.arrays))
-        if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
+        if (
+            is_good
+            and is_alone
+            and self.saver is not None
+            and not issubclass(kind, CheckpointError)
+        ):
             try:
                 self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
@@ -433,7 +535,10 @@ class Training:
             error.history = self.history
             if is_good:
                 error.state = self.state
-                error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
+                error.add_note(
+                    f"fit: the state after step {self.run.step} is in this error's "
+                    f"`state`{where}."
+                )
 
 
 def _is_debugging() -> bool:

@@ -1,4 +1,5 @@
-"""The checkpoints of `fit`: when it saves, and from which checkpoint a run continues."""
+"""The checkpoints of `fit`: when it saves, and from which checkpoint a run
+continues."""
 
 import dataclasses
 import os
@@ -11,15 +12,32 @@ import optax
 from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
-from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
+from redco_eqx._checkpoint.record import (
+    CheckpointInfo,
+    entries,
+    local,
+    read_record,
+    versions,
+)
 from redco_eqx._checkpoint.restore import first_good, load_alike, read, select
-from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, DamagedError, Row, RunRecord
+from redco_eqx._checkpoint.runs import (
+    CheckpointError,
+    CheckpointFormatError,
+    DamagedError,
+    Row,
+    RunRecord,
+)
 from redco_eqx._data.data import Position
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._step.window import Window
 from redco_eqx._training.course import Plan, TrainingInterrupted
-from redco_eqx._training.hyperparameters import given_by, kept_in, replace_kept, warn_of_kept
+from redco_eqx._training.hyperparameters import (
+    given_by,
+    kept_in,
+    replace_kept,
+    warn_of_kept,
+)
 from redco_eqx._training.identity import compare_states, what_differs
 from redco_eqx._training.loggers import HISTORY, check_is_file
 
@@ -27,60 +45,81 @@ from redco_eqx._training.loggers import HISTORY, check_is_file
 class Saver:
     """The checkpoints of one run of `fit`.
 
-    - `path`: the checkpoint from which the run continues; after a save, the last saved one.
+    - `path`: the checkpoint from which the run continues; after a save, the last saved
+        one.
     """
 
     def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
         """Raise `TypeError` or `ValueError` for an argument that is not a directory."""
-        self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        self.config = (
+            checkpoints
+            if isinstance(checkpoints, Checkpoints)
+            else Checkpoints(checkpoints)
+        )
         self.directory = local(self.config.directory)
         check_is_file("fit: the history of the run", self.directory / HISTORY)
         self._saved: tuple[int, int, bool] | None = None
         self.path: pathlib.Path | None = None
 
     def __enter__(self) -> "Saver":
-        """Raise `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
+        """Raise `ImportError` if Orbax is not installed, and `OSError` if the directory
+        cannot be written."""
         self._writer = self.config.open()
         return self
 
     def check_metrics(self, row: Row) -> None:
-        """Raise `ValueError` if the evaluations lack a metric that decides which checkpoint is best."""
+        """Raise `ValueError` if the evaluations lack a metric that decides which
+        checkpoint is best."""
         for name in self.config.keep_best:
             if name not in row:
                 raise ValueError(
-                    f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
+                    f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations "
+                    "give "
                     f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
                 )
 
     def resume(
-        self, state: TrainState, run: RunRecord, plan: Plan, optimizer: optax.GradientTransformation
+        self,
+        state: TrainState,
+        run: RunRecord,
+        plan: Plan,
+        optimizer: optax.GradientTransformation,
     ) -> tuple[TrainState, RunRecord]:
-        """Return the newest state of the run that began with `state`, in the same layout, and the record of
-        the run at that state.
+        """Return the newest state of the run that began with `state`, in the same
+        layout, and the record of the run at that state.
 
-        If that run has no checkpoint, return `state` itself, and the record of the beginning. The arrays of
-        `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
-        together.
+        If that run has no checkpoint, return `state` itself, and the record of the
+        beginning. The arrays of `state` are deleted before those of the checkpoint are
+        read, so that the two need not fit in memory together.
 
-        Warn if the optimizer keeps hyperparameters in its state that are not those of `state`. Those of the
-        checkpoint count; with `allow_changes`, those of `state`.
+        Warn if the optimizer keeps hyperparameters in its state that are not those of
+        `state`. Those of the checkpoint count; with `allow_changes`, those of `state`.
 
-        **Raises:** `ValueError` if the checkpoints are of a different model or run, if the run is longer than
-        the plan, or if the examples have changed; `CheckpointError` if all checkpoints are damaged.
+        **Raises:** `ValueError` if the checkpoints are of a different model or run, if
+        the run is longer than the plan, or if the examples have changed;
+        `CheckpointError` if all checkpoints are damaged.
         """
-        found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
+        found, same_step = from_first(
+            lambda: _candidates(self.directory, step_of(state))
+        )
         if not found:
-            return state, dataclasses.replace(run, id=from_first(lambda: secrets.token_hex(4)))
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            return state, dataclasses.replace(
+                run, id=from_first(lambda: secrets.token_hex(4))
+            )
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         if same_step is not None and not self.config.allow_changes:
             _check_state(read_record(self.directory / same_step), state)
         given = kept_in(state.opt_state)
-        # A state from the middle of the run has the numbers of the run. The optimizer may ask for others.
+        # A state from the middle of the run has the numbers of the run. The optimizer
+        # may ask for others.
         asked = given_by(optimizer, state) if given and same_step is not None else given
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo, RunRecord]:
             info = load_alike(lambda: read_record(path))
-            chosen, before = select(info, like), info.run
+            chosen = select(info, like)
+            before = info.run
             assert before is not None
             _check_form(info.path, before)
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
@@ -88,32 +127,48 @@ class Saver:
             jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info, before
 
-        (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
+        (restored, info, before), damaged = first_good(
+            [self.directory / name for name in found], load
+        )
         from_first(lambda: [_set_aside(path) for path in damaged])
         kept = kept_in(restored.opt_state)
         if self.config.allow_changes:
             restored = replace_kept(restored, given, info.path)
             kept = given
         warn_of_kept(kept, asked, info.path)
-        self.path, self._saved = info.path, _saved(before)
+        self.path = info.path
+        self._saved = _saved(before)
         # Other versions may trace the same functions differently.
-        names = ("key", "parameters", *(("loss_fn", "optimizer") if info.versions == versions() else ()))
+        names = (
+            "key",
+            "parameters",
+            *(("loss_fn", "optimizer") if info.versions == versions() else ()),
+        )
         began = {name: x for name, x in before.identity.items() if name in names}
-        changed = {name: getattr(run, name) for name in ("batch_size", "num_examples", "order")}
-        # If the batch size has changed, the same fraction of the epoch still counts as done.
+        changed = {
+            name: getattr(run, name) for name in ("batch_size", "num_examples", "order")
+        }
+        # If the batch size has changed, the same fraction of the epoch still counts as
+        # done.
         batch = -(-before.batch * before.batch_size // run.batch_size)
-        return restored, dataclasses.replace(before, **changed, batch=batch, identity={**run.identity, **began})
+        return restored, dataclasses.replace(
+            before, **changed, batch=batch, identity={**run.identity, **began}
+        )
 
     def is_best(self, run: RunRecord) -> bool:
-        """Return true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
-        decides."""
-        metrics, rows = self.config.keep_best.items(), run.evaluations
+        """Return true if the last evaluation is better than all earlier ones by one of
+        the metrics. Process 0 decides."""
+        metrics = self.config.keep_best.items()
+        rows = run.evaluations
         if not metrics or not run.is_evaluated:
             return False
-        return from_first(lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics))
+        return from_first(
+            lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics)
+        )
 
     def save(self, state: TrainState, run: RunRecord) -> None:
-        """Save in the background, unless a checkpoint of this step with the same evaluations already exists.
+        """Save in the background, unless a checkpoint of this step with the same
+        evaluations already exists.
 
         Raises as `CheckpointWriter.save` does.
         """
@@ -127,7 +182,8 @@ class Saver:
         self._saved = _saved(run)
 
     def check(self) -> None:
-        """Raise `CheckpointError` if a save has failed. With multiple processes, the next save raises it."""
+        """Raise `CheckpointError` if a save has failed. With multiple processes, the
+        next save raises it."""
         if jax.process_count() == 1:
             self._writer.check()
 
@@ -136,9 +192,11 @@ class Saver:
         together(self._writer.wait, CheckpointError)
         return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # Do not wait after a second Ctrl-C, or after an error on one of many processes: a save is complete when
-        # all have written, and the others may never do so.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        # Do not wait after a second Ctrl-C, or after an error on one of many processes:
+        # a save is complete when all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
         try:
@@ -146,7 +204,8 @@ class Saver:
         except CheckpointError as problem:
             if error is None:
                 raise
-            error.add_note(f"fit: {problem}")  # if it were raised, it would hide the error that has the state
+            # If it were raised, it would hide the error that has the state.
+            error.add_note(f"fit: {problem}")
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
@@ -154,7 +213,8 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 
 def _set_aside(path: pathlib.Path) -> str:
-    """Rename a damaged checkpoint, so that no later run reads it. Return its new path."""
+    """Rename a damaged checkpoint, so that no later run reads it. Return its new
+    path."""
     aside = path.with_name(f"{path.name}.damaged")
     number = 1
     while aside.exists():  # this step was damaged before
@@ -164,11 +224,11 @@ def _set_aside(path: pathlib.Path) -> str:
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
-    """Return the checkpoints of the run that a state at `step` belongs to, newest first. Also return the
-    checkpoint of exactly this step, if the run began before it.
+    """Return the checkpoints of the run that a state at `step` belongs to, newest
+    first. Also return the checkpoint of exactly this step, if the run began before it.
 
-    Include checkpoints whose record cannot be read, because they may belong to the run. Raises their error if
-    nothing else tells to which run the state belongs.
+    Include checkpoints whose record cannot be read, because they may belong to the run.
+    Raises their error if nothing else tells to which run the state belongs.
     """
     infos = []
     unknown: dict[pathlib.Path, CheckpointError] = {}
@@ -181,8 +241,13 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
                 unknown[path] = error
     runs = {info.path: info.run for info in infos if info.run is not None}
     begins = {run.begin for run in runs.values()}
-    # If no run began at this step, the state comes from a checkpoint of an unfinished run.
-    among = [x for x, run in runs.items() if run.step == step and not run.finished and step not in begins]
+    # If no run began at this step, the state comes from a checkpoint of an unfinished
+    # run.
+    among = [
+        x
+        for x, run in runs.items()
+        if run.step == step and not run.finished and step not in begins
+    ]
     begin = step if step in begins else runs[among[-1]].begin if among else None
     if begin is None:
         if unknown:
@@ -190,37 +255,51 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             if not isinstance(error, DamagedError):
                 raise error
             raise CheckpointError(
-                f"fit: {path} is damaged: its record cannot be read, and there is no other checkpoint of a run "
-                f"from step {step}. Remove it, or pass another directory, to start again."
+                f"fit: {path} is damaged: its record cannot be read, and there is no "
+                f"other checkpoint of a run from step {step}. Remove it, or pass "
+                "another directory, to start again."
             )
         last = max((info.step for info in infos), default=step)
         if last > step:
-            what = f"of runs that began at {sorted(begins)}" if begins else "that no run of fit wrote"
+            what = (
+                f"of runs that began at {sorted(begins)}"
+                if begins
+                else "that no run of fit wrote"
+            )
             raise ValueError(
-                f"fit: the state is at step {step}, but {directory} holds checkpoints {what}, up to step "
-                f"{last}. To continue a run, pass the state that it began with, or pass another directory."
+                f"fit: the state is at step {step}, but {directory} holds checkpoints "
+                f"{what}, up to step {last}. To continue a run, pass the state that it "
+                "began with, or pass another directory."
             )
         return [], None
     chosen = {*unknown, *(path for path, run in runs.items() if run.begin == begin)}
-    return [path.name for *_, path in reversed(found) if path in chosen], among[-1].name if among else None
+    return [path.name for *_, path in reversed(found) if path in chosen], among[
+        -1
+    ].name if among else None
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
-    """Raise `ValueError` if a checkpoint of the same step holds a different state. All processes must call
-    it."""
+    """Raise `ValueError` if a checkpoint of the same step holds a different state. All
+    processes must call it."""
     checksums, _ = digests(storable(to_names(state)))
-    other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
+    other = [
+        name
+        for name, x in info.arrays.items()
+        if name in checksums and checksums[name] != x.checksum
+    ]
     if other:
         raise ValueError(
-            f"fit: the state is at step {info.step}, but is not the one that {info.path} holds: "
-            f"{first_few(other, most=2)} differ. To continue that run, pass the state that it began with or "
-            "one of its checkpoints. To begin a new run, pass another directory. To continue anyway, pass "
+            f"fit: the state is at step {info.step}, but is not the one that "
+            f"{info.path} holds: {first_few(other, most=2)} differ. To continue that "
+            "run, pass the state that it began with or one of its checkpoints. To "
+            "begin a new run, pass another directory. To continue anyway, pass "
             "Checkpoints(..., allow_changes=True)."
         )
 
 
 def _check_form(path: pathlib.Path, run: RunRecord) -> None:
-    """Raise `CheckpointFormatError` if a run's own parts do not have the form that this version writes."""
+    """Raise `CheckpointFormatError` if a run's own parts do not have the form that this
+    version writes."""
     try:
         if run.window is not None:
             Window.from_json(run.window)
@@ -229,19 +308,25 @@ def _check_form(path: pathlib.Path, run: RunRecord) -> None:
             Position(*shard)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointFormatError(
-            f"{path} was written by another version of redco_eqx: the record of its run gives "
-            f"{type(error).__name__}: {error}. It is unchanged. Read it with that version, or pass another "
-            "directory"
+            f"{path} was written by another version of redco_eqx: the record of its "
+            f"run gives {type(error).__name__}: {error}. It is unchanged. Read it with "
+            "that version, or pass another directory"
         ) from error
 
 
-def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
+def _check_same(
+    path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool
+) -> None:
     """Raise `ValueError` if the run of a checkpoint is not the run to continue."""
-    if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
+    if (
+        None not in (before.num_shards, run.num_shards)
+        and before.num_shards != run.num_shards
+    ):
         raise ValueError(
-            f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "
-            f"{path} was saved, so no process can continue where another stopped. Use as many processes "
-            "as before. With a stream that is read whole, Stream(sharded=False), use any number."
+            f"fit: the stream is read in {run.num_shards} shards, but was in "
+            f"{before.num_shards} when {path} was saved, so no process can continue "
+            "where another stopped. Use as many processes as before. With a stream "
+            "that is read whole, Stream(sharded=False), use any number."
         )
     if allow_changes:
         return
@@ -252,15 +337,18 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
     ):
         if was != now:
             raise ValueError(
-                f"fit: {what} is {now}, but was {was} when {path} was saved, so the run would not continue "
-                "with the same examples. To continue anyway, pass Checkpoints(..., allow_changes=True)."
+                f"fit: {what} is {now}, but was {was} when {path} was saved, so the "
+                "run would not continue with the same examples. To continue anyway, "
+                "pass Checkpoints(..., allow_changes=True)."
             )
     others = what_differs(before.identity, run.identity)
-    if before.begin != run.begin:  # a state from the middle of the run, see `_check_state`
+    if before.begin != run.begin:
+        # A state from the middle of the run, see `_check_state`
         others = [what for what in others if "example" in what]
     if others:
         raise ValueError(
-            f"fit: the run in {path.parent} is a different one: it has {' and '.join(others)}. To begin a new "
-            "run, pass another directory. To continue that run, pass the model, the key and the examples that "
-            "it began with. To continue it anyway, pass Checkpoints(..., allow_changes=True)."
+            f"fit: the run in {path.parent} is a different one: it has "
+            f"{' and '.join(others)}. To begin a new run, pass another directory. To "
+            "continue that run, pass the model, the key and the examples that it began "
+            "with. To continue it anyway, pass Checkpoints(..., allow_changes=True)."
         )

@@ -1,4 +1,5 @@
-"""Scaled dot-product attention over the heads of a layer, with masks and dropout of the probabilities."""
+"""Scaled dot-product attention over the heads of a layer, with masks and dropout of the
+probabilities."""
 
 import functools
 from typing import Literal, TypeAlias, TypedDict
@@ -23,7 +24,8 @@ class Scoring(TypedDict, total=False):
 
     - `scale`: the factor on the scores; one over the root of the head size by default.
     - `cap`: bounds the scores smoothly, as in Gemma 2; by default nothing does.
-    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there
+        is a key.
     """
 
     scale: float | None
@@ -32,7 +34,9 @@ class Scoring(TypedDict, total=False):
     dropout_key: Key | None
 
 
-def split_heads(x: Float[Array, "b t width"], head_size: int) -> Float[Array, "b t h d"]:
+def split_heads(
+    x: Float[Array, "b t width"], head_size: int
+) -> Float[Array, "b t h d"]:
     """Split the features into adjacent heads of `head_size`."""
     return rearrange(x, "b t (h d) -> b t h d", d=head_size)
 
@@ -51,35 +55,44 @@ def attend(
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: Key | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Compute scaled dot-product attention. `h` is a multiple of `k` (grouped queries share a key/value head).
+    """Compute scaled dot-product attention. `h` is a multiple of `k` (grouped queries
+    share a key/value head).
 
     **Arguments:**
 
     - `mask`: the positions that each query may see.
-    - `bias`: added to the scores after scaling. Each of its rows applies to the same number of neighbouring
-        rows of the batch.
-    - `causal`: true if, without a mask, a query sees only the positions up to its own (`t` equals `s`).
+    - `bias`: added to the scores after scaling. Each of its rows applies to the same
+        number of neighbouring rows of the batch.
+    - `causal`: true if, without a mask, a query sees only the positions up to its own
+        (`t` equals `s`).
     - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
     - `cap`: bounds the scores smoothly, see `capped`.
-    - `implementation`: as for `jax.nn.dot_product_attention`. By default, `flash_attention` on GPUs if there is
-        no mask, bias, cap or dropout, and `"xla"` otherwise.
-    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
+    - `implementation`: as for `jax.nn.dot_product_attention`. By default,
+        `flash_attention` on GPUs if there is no mask, bias, cap or dropout, and `"xla"`
+        otherwise.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there
+        is a key.
 
     Raises `ValueError` for a cap with `"cudnn"`, which has none.
     """
     if cap is not None and implementation == "cudnn":
-        raise ValueError("attention='cudnn' cannot bound scores, which this model needs. Leave it out.")
+        raise ValueError(
+            "attention='cudnn' cannot bound scores, which this model needs. Leave it "
+            "out."
+        )
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
     is_plain = dropout is None and cap is None
     if bias is not None:
-        bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(query.dtype)
+        bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(
+            query.dtype
+        )
     if implementation is None and mask is None and bias is None and is_plain:
         heads = flash_attention(query, key, value, causal=causal, scale=scale)
         if heads is not None:
             return heads
-    # JAX's own attention does not run in float16 on CPU ("F16_F16_F32 is not supported"): JAX 0.10.2 and
-    # 0.12.0, no upstream issue known.
+    # JAX's own attention does not run in float16 on CPU ("F16_F16_F32 is not
+    # supported"): JAX 0.10.2 and 0.12.0, no upstream issue known.
     if is_plain and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(
             query,
@@ -99,12 +112,18 @@ def attend(
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
     scores = capped(scores * (query.shape[-1] ** -0.5 if scale is None else scale), cap)
     if bias is not None:
-        scores = scores + rearrange(bias, "b (k g) t s -> b k g t s", k=key.shape[2]).astype(dtype)
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1)
+        scores = scores + rearrange(
+            bias, "b (k g) t s -> b k g t s", k=key.shape[2]
+        ).astype(dtype)
+    weights = jax.nn.softmax(
+        jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1
+    )
     weights = weights.astype(value.dtype)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key)
-    return rearrange(jnp.einsum("bkgts,bskd->btkgd", weights, value), "b t k g d -> b t (k g) d")
+    return rearrange(
+        jnp.einsum("bkgts,bskd->btkgd", weights, value), "b t k g d -> b t (k g) d"
+    )
 
 
 # cuDNN's flash attention on GPUs: each device computes its own rows and heads.
@@ -118,14 +137,16 @@ def flash_attention(
     causal: bool,
     scale: float | None,
 ) -> Float[Array, "b t h d"] | None:
-    """Compute self-attention with cuDNN, which never stores the scores of all pairs of tokens. Return `None` if
-    cuDNN cannot do it.
+    """Compute self-attention with cuDNN, which never stores the scores of all pairs of
+    tokens. Return `None` if cuDNN cannot do it.
 
-    It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and a head size that cuDNN
-    supports. Rows must divide evenly over `data` and `fsdp`, and heads over `tensor`. The  mesh of the arrays
-    says which devices the program is for, so the arrays must be on a mesh.
+    It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and
+    a head size that cuDNN supports. Rows must divide evenly over `data` and `fsdp`, and
+    heads over `tensor`. The mesh of the arrays says which devices the program is for,
+    so the arrays must be on a mesh.
 
-    It can be differentiated once, in reverse mode, but not with `jax.jvp` or a second time.
+    It can be differentiated once, in reverse mode, but not with `jax.jvp` or a second
+    time.
 
     **Arguments:**
 
@@ -134,35 +155,48 @@ def flash_attention(
     """
     if query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
         return None
-    axes = activation_axes(query, key, value, num_rows=query.shape[0], num_heads=key.shape[2])
+    axes = activation_axes(
+        query, key, value, num_rows=query.shape[0], num_heads=key.shape[2]
+    )
     if axes is None or not _splits_evenly(axes):
         return None
     device = axes.mesh.abstract_device
     if device is None or device.platform != "gpu":
         return None
-    own = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn")
+    own = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scale,
+        is_causal=causal,
+        implementation="cudnn",
+    )
     try:
         jax.eval_shape(own, query, key, value)
-    except RuntimeError:  # JAX raises this if there is no cuDNN here, or none for such heads
+    except RuntimeError:
+        # JAX raises this if there is no cuDNN here, or none for such heads.
         return None
     if not _is_recent(device.device_kind):
         return None
     if axes.mesh.size == 1:
         return own(query, key, value)
     spec = PartitionSpec(axes.rows, None, axes.heads)
-    return jax.shard_map(own, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec)(query, key, value)
+    return jax.shard_map(
+        own, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )(query, key, value)
 
 
 def _splits_evenly(axes: ActivationAxes) -> bool:
-    """Return true if rows and heads divide evenly, and no other axis of the mesh has a say."""
+    """Return true if rows and heads divide evenly, and no other axis of the mesh has a
+    say."""
     splits_heads = axes.heads is not None or "tensor" not in axes.mesh.shape
     others = set(axes.mesh.axis_names) - {*(axes.rows or ()), "tensor"}
     return axes.rows is not None and splits_heads and not others
 
 
 def _is_recent(device_kind: str) -> bool:
-    """Return true for an NVIDIA GPU of compute capability 8.0 or later, which cuDNN's flash attention needs."""
+    """Return true for an NVIDIA GPU of compute capability 8.0 or later, which cuDNN's
+    flash attention needs."""
     for present in jax.devices():
         if present.device_kind == device_kind:
             return int(present.compute_capability.partition(".")[0]) >= 8
-    return "V100" not in device_kind  # for a planned device that is not present, only its name is known
+    # For a planned device that is not present, only its name is known.
+    return "V100" not in device_kind

@@ -31,22 +31,28 @@ ELSEWHERE = {"problem_type", "task_specific_params", "prefix", "tokenizer_class"
 class Entries:
     """A dataclass whose fields are the entries of a JSON file.
 
-    A field may also be a dataclass that stands for several entries of the file (its `entries`), such as `Rope`.
-    It then has its own `to_json` and `from_json`, which also gets the family's default. Or a field may be the
-    configuration of a part of the model, which is an object in the file.
+    A field may also be a dataclass that stands for several entries of the file (its
+    `entries`), such as `Rope`. It then has its own `to_json` and `from_json`, which
+    also gets the family's default. Or a field may be the configuration of a part of the
+    model, which is an object in the file.
 
-    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    - `rest`: the entries of the file that are not fields here, as JSON, written back
+        unchanged.
     """
 
     file: ClassVar[str] = "config.json"
     type_entry: ClassVar[str] = "model_type"
-    """The entry that names the kind: `model_type` as in transformers, or `_class_name` as in diffusers."""
+    """The entry that names the kind: `model_type` as in transformers, or `_class_name`
+    as in diffusers."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Common names of entries, mapped to this family's own names. A file may use either."""
+    """Common names of entries, mapped to this family's own names. A file may use
+    either."""
     instead: ClassVar[Mapping[str, str]] = {}
-    """Entries with a value for each layer, and the entry of the rule that holds if there is none."""
+    """Entries with a value for each layer, and the entry of the rule that holds if
+    there is none."""
     only: ClassVar[Mapping[str, Json]] = {}
-    """Entries for which only one value is supported. Any other value would change the numbers."""
+    """Entries for which only one value is supported. Any other value would change the
+    numbers."""
     outside: ClassVar[tuple[str, ...]] = ("rest",)
     """Fields that are not entries of the file."""
 
@@ -57,50 +63,76 @@ class Entries:
         return ValueError(f"{type(self).__name__}: {text}")
 
     def check(self, name: str, supported: Iterable[str | bool]) -> None:
-        """Raise `ValueError` if the value of a field is not one of those that are supported."""
+        """Raise `ValueError` if the value of a field is not one of those that are
+        supported."""
         if (x := getattr(self, name)) not in supported:
-            raise self.error(f"{name}={x!r} is not supported, only {', '.join(map(str, supported))}.")
+            raise self.error(
+                f"{name}={x!r} is not supported, only {', '.join(map(str, supported))}."
+            )
 
     @classmethod
     def from_json(cls: type[E], raw: Mapping[str, Json], base: Any = None) -> E:
-        """Read the fields from a parsed file. Entries that are not fields are kept in `rest`. With `base`,
-        return it with these entries instead of its own, under any of their names.
+        """Read the fields from a parsed file. Entries that are not fields are kept in
+        `rest`. With `base`, return it with these entries instead of its own, under any
+        of their names.
 
-        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported, or if it is
-        to replace one of `base` but no field reads it.
+        Raises `ValueError`, naming the entry, if an entry is missing or its value is
+        not supported, or if it is to replace one of `base` but no field reads it.
         """
         for name, value in cls.only.items():
             if name in raw and raw[name] != value:
                 raise ValueError(
-                    f"{cls.file}: {name}={raw[name]!r} is not supported, only {value!r}. The numbers would be "
-                    "wrong."
+                    f"{cls.file}: {name}={raw[name]!r} is not supported, only "
+                    f"{value!r}. The numbers would be wrong."
                 )
-        raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
+        raw = {
+            **{own: raw[name] for name, own in cls.aliases.items() if name in raw},
+            **raw,
+        }
         if base is not None:
-            raw = {**{name: None for name, rule in cls.instead.items() if rule in raw}, **raw}
-        values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
+            raw = {
+                **{name: None for name, rule in cls.instead.items() if rule in raw},
+                **raw,
+            }
+        values = {}
+        read = {*cls.aliases, cls.type_entry, "architectures"}
+        missing = []
         for field in dataclasses.fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, Entries):
                 if field.name in raw:
-                    values[field.name] = _read_part(field.name, field.type, raw[field.name])
+                    values[field.name] = _read_part(
+                        field.name, field.type, raw[field.name]
+                    )
                 read.add(field.name)
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
-                if any(name in raw for name in part.entries):  # otherwise the family's default
+                if any(name in raw for name in part.entries):
+                    # Otherwise the family's default.
                     make: Any = field.default_factory
-                    values[field.name] = part.from_json(raw, getattr(base, field.name) if base else make())
+                    values[field.name] = part.from_json(
+                        raw, getattr(base, field.name) if base else make()
+                    )
                 read |= set(part.entries)
             elif field.name in raw and field.name not in cls.outside:
                 values[field.name] = _read(field, raw[field.name], cls.file)
                 read.add(field.name)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            elif (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            ):
                 missing.append(field.name)
         if missing and base is None:
-            raise ValueError(f"{cls.file}: {', '.join(missing)} is missing, but {cls.__name__} needs it.")
+            raise ValueError(
+                f"{cls.file}: {', '.join(missing)} is missing, but {cls.__name__} "
+                "needs it."
+            )
         rest = {name: x for name, x in raw.items() if name not in read}
         if base is not None:
             if unread := sorted(rest.keys() - cls.only.keys() - ELSEWHERE):
-                raise ValueError(f"entries: {cls.__name__} does not read {', '.join(unread)}. Leave that out.")
+                raise ValueError(
+                    f"entries: {cls.__name__} does not read {', '.join(unread)}. Leave "
+                    "that out."
+                )
             return dataclasses.replace(base, **values)
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
@@ -121,14 +153,16 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig(Entries):
-    """The base of all configurations, with or without text. Field names are those of `config.json`.
+    """The base of all configurations, with or without text. Field names are those of
+    `config.json`.
 
     A family checks its own values in `__post_init__`.
 
-    - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the start, end and
-        padding tokens first from here, and then from the configuration.
-    - `source`: the directory that the model was loaded from. `save_pretrained` copies its other files.
-        Comparisons ignore it.
+    - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads
+        the start, end and padding tokens first from here, and then from the
+        configuration.
+    - `source`: the directory that the model was loaded from. `save_pretrained` copies
+        its other files. Comparisons ignore it.
     """
 
     model_type: ClassVar[str]
@@ -136,12 +170,13 @@ class BaseConfig(Entries):
     weights: ClassVar[str] = "model"
     """The stem of the names of weight files, before `.safetensors`."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of sizes, besides width and heads, in which the first must be a multiple of the second."""
+    """Pairs of sizes, besides width and heads, in which the first must be a multiple of
+    the second."""
     has_positions: ClassVar[bool] = False
     """True if the model has a table of positions."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files store as one matrix, with outputs side by side: the name in the file, and the
-    projections in the order of the fields.
+    """Projections that files store as one matrix, with outputs side by side: the name
+    in the file, and the projections in the order of the fields.
     """
     outside = ("rest", "generation", "source")
 
@@ -152,14 +187,27 @@ class BaseConfig(Entries):
         for name, prefix in ACTIVATION_ENTRIES.items():
             if getattr(self, name, "relu").removeprefix(prefix) not in ACTIVATIONS:
                 self.check(name, ACTIVATIONS)
-        heads = () if self.entry("head_dim", None) else (("hidden_size", "num_attention_heads"),)
+        heads = (
+            ()
+            if self.entry("head_dim", None)
+            else (("hidden_size", "num_attention_heads"),)
+        )
         for pair in (*heads, *self.multiples):
-            (size, features), (count, number) = ((self.aliases.get(x, x), self.entry(x, None)) for x in pair)
-            if features is not None and number is not None and (number <= 0 or features % number):
-                raise self.error(f"{size}={features} is not a multiple of {count}={number}.")
+            (size, features), (count, number) = (
+                (self.aliases.get(x, x), self.entry(x, None)) for x in pair
+            )
+            if (
+                features is not None
+                and number is not None
+                and (number <= 0 or features % number)
+            ):
+                raise self.error(
+                    f"{size}={features} is not a multiple of {count}={number}."
+                )
 
     def entry(self, name: str, *default: Any) -> Any:
-        """Return the entry that most families call `name`, or the default if this family has no such entry.
+        """Return the entry that most families call `name`, or the default if this
+        family has no such entry.
 
         Raises `AttributeError` without a default.
         """
@@ -173,16 +221,21 @@ class BaseConfig(Entries):
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
-        return self.entry("num_key_value_heads", None) or self.entry("num_attention_heads")
+        return self.entry("num_key_value_heads", None) or self.entry(
+            "num_attention_heads"
+        )
 
     @property
     def head_size(self) -> int:
         """Features of one head."""
-        return self.entry("head_dim", None) or self.entry("hidden_size") // self.entry("num_attention_heads")
+        return self.entry("head_dim", None) or self.entry("hidden_size") // self.entry(
+            "num_attention_heads"
+        )
 
     @property
     def window(self) -> int | None:
-        """The number of tokens that a token can attend to, up to and including itself; `None` for no limit."""
+        """The number of tokens that a token can attend to, up to and including itself;
+        `None` for no limit."""
         return self.entry("sliding_window", None)
 
     @property
@@ -192,35 +245,46 @@ class BaseConfig(Entries):
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions in the model's table; `None` if there is none, as with rotary embeddings."""
+        """The number of positions in the model's table; `None` if there is none, as
+        with rotary embeddings."""
         return self.entry("max_position_embeddings") if self.has_positions else None
 
     @property
     def generation_tokens(self) -> dict[str, Any]:
-        """Return the tokens that `generate` reads, of `generation_config.json`, else of `config.json`."""
+        """Return the tokens that `generate` reads, of `generation_config.json`, else of
+        `config.json`."""
         given = json.loads(self.generation)
         names = "eos_token_id", "pad_token_id", "decoder_start_token_id"
-        return {name: getattr(self, name, None) if given.get(name) is None else given[name] for name in names}
+        return {
+            name: getattr(self, name, None) if given.get(name) is None else given[name]
+            for name in names
+        }
 
     def with_generation(self: C, raw: Mapping[str, Json], source: str | None) -> C:
-        """Return the configuration with the entries of a `generation_config.json`, and the directory of the
-        model.
+        """Return the configuration with the entries of a `generation_config.json`, and
+        the directory of the model.
 
         Raises `ValueError` for values that are not tokens.
         """
         for field in dataclasses.fields(self):
             if field.name in self.generation_tokens and field.name in raw:
                 _read(field, raw[field.name], "generation_config.json")
-        return dataclasses.replace(self, generation=json.dumps(raw, sort_keys=True), source=source)
+        return dataclasses.replace(
+            self, generation=json.dumps(raw, sort_keys=True), source=source
+        )
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`."""
-        named = {"architectures": [self.architecture]} if self.type_entry == "model_type" else {}
+        named = (
+            {"architectures": [self.architecture]}
+            if self.type_entry == "model_type"
+            else {}
+        )
         return {**super().to_json(), self.type_entry: self.model_type, **named}
 
     def to_file(self, *, dtype: str, architecture: str | None) -> dict[str, Json]:
-        """Return `to_json`, with the entries that transformers adds for the dtype and, if there are several,
-        the architecture.
+        """Return `to_json`, with the entries that transformers adds for the dtype and,
+        if there are several, the architecture.
         """
         entries = self.to_json()
         if self.type_entry == "model_type":
@@ -233,7 +297,10 @@ def _read_part(name: str, kind: Any, raw: Json) -> Any:
     """Read the configuration of a part of a model."""
     got = raw.get("model_type") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or got != kind.model_type:
-        raise ValueError(f"config.json: {name}: model_type={got!r} is not supported, only {kind.model_type!r}.")
+        raise ValueError(
+            f"config.json: {name}: model_type={got!r} is not supported, only "
+            f"{kind.model_type!r}."
+        )
     return kind.from_json(raw)
 
 
@@ -241,8 +308,8 @@ def _read_part(name: str, kind: Any, raw: Json) -> Any:
 class Config(BaseConfig):
     """The base of configurations for models that read or write text.
 
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them. Several tokens may end a
-        text.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them.
+        Several tokens may end a text.
     """
 
     vocab_size: int
@@ -270,15 +337,26 @@ class Labels:
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "Labels") -> "Labels":
         """Read the names. Raises `ValueError` if they are not numbered from 0."""
-        names, num = raw.get("id2label"), raw.get("num_labels")
+        names = raw.get("id2label")
+        num = raw.get("num_labels")
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
             if type(num) is not int or not 1 <= num <= 2**20:
-                raise ValueError(f"config.json: num_labels={num!r}, but it must be an integer from 1 to 2**20.")
-            return default if names is None and num == len(default.names) else cls.of(num)
+                raise ValueError(
+                    f"config.json: num_labels={num!r}, but it must be an integer from "
+                    "1 to 2**20."
+                )
+            return (
+                default if names is None and num == len(default.names) else cls.of(num)
+            )
         if names is None:
             return default
-        if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):
-            raise ValueError(f"config.json: id2label={names!r}, but it must name the labels from 0 on.")
+        if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(
+            names
+        ):
+            raise ValueError(
+                f"config.json: id2label={names!r}, but it must name the labels from 0 "
+                "on."
+            )
         return cls(tuple(str(names[str(i)]) for i in range(len(names))))
 
     def to_json(self) -> dict[str, Json]:
@@ -290,7 +368,8 @@ class Labels:
 
 
 def _read(field: dataclasses.Field, value: Json, file: str) -> Json | tuple:
-    """Convert the value to the field's type. JSON has no tuples, and some files write `0` for a float `0.0`."""
+    """Convert the value to the field's type. JSON has no tuples, and some files write
+    `0` for a float `0.0`."""
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     found = tuple(value) if isinstance(value, list) else value
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
@@ -301,10 +380,17 @@ def _read(field: dataclasses.Field, value: Json, file: str) -> Json | tuple:
     if isinstance(found, float) and not math.isfinite(found):
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
     least = field.metadata.get("least", 0 if field.default == 0 else 1)
-    counts = [x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int]
-    if not field.name.endswith("token_id") and any(not least <= x < 2**30 for x in counts):
+    counts = [
+        x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int
+    ]
+    if not field.name.endswith("token_id") and any(
+        not least <= x < 2**30 for x in counts
+    ):
         lower = "positive" if least else "0 or more"
-        raise ValueError(f"{file}: {field.name}={value}, but it must be {lower}, and less than 2**30.")
+        raise ValueError(
+            f"{file}: {field.name}={value}, but it must be {lower}, and less than "
+            "2**30."
+        )
     return found
 
 
@@ -316,7 +402,10 @@ def _name_of(kind: Any) -> str:
 
 
 def _fits(value: Json | tuple, kind: Any) -> bool:
-    """Return true if a value is of a kind that a field may have; `True` is not a number."""
+    """Return true if a value is of a kind that a field may have; `True` is not a
+    number."""
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(x, get_args(kind)[0]) for x in value)
+        return isinstance(value, tuple) and all(
+            _fits(x, get_args(kind)[0]) for x in value
+        )
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -1,4 +1,5 @@
-"""The inputs of a layer besides its activations: positions, masks, the cache, the split of the stream."""
+"""The inputs of a layer besides its activations: positions, masks, the cache, the split
+of the stream."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding
 
 
 class Cache(eqx.Module):
-    """The keys and values of the tokens so far. Slots fill from the left, at the same pace in all rows.
+    """The keys and values of the tokens so far. Slots fill from the left, at the same
+    pace in all rows.
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
     - `mask`: `(batch, slots)`, false for an empty slot or padding.
@@ -36,15 +38,18 @@ class Cache(eqx.Module):
         """Return the cache with `num_slots` more empty slots."""
         room = [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]
         key, value = (jnp.pad(x, room) for x in (self.key, self.value))
-        mask, positions = (jnp.pad(x, [(0, 0), (0, num_slots)]) for x in (self.mask, self.positions))
+        mask, positions = (
+            jnp.pad(x, [(0, 0), (0, num_slots)]) for x in (self.mask, self.positions)
+        )
         return Cache(key, value, mask, positions, self.length)
 
 
 class Memory(eqx.Module):
-    """The encoder's output for the decoder: the keys and values of cross-attention, computed once.
+    """The encoder's output for the decoder: the keys and values of cross-attention,
+    computed once.
 
-    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; for the current layer, without the
-        first dim.
+    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; for the
+        current layer, without the first dim.
     - `mask`: `(batch, source)`, false for padding.
     """
 
@@ -54,7 +59,9 @@ class Memory(eqx.Module):
 
 
 LayerCache: TypeAlias = tuple[
-    Float[Array, "layers b slots k d"], Float[Array, "layers b slots k d"], Int[Array, ""]
+    Float[Array, "layers b slots k d"],
+    Float[Array, "layers b slots k d"],
+    Int[Array, ""],
 ]
 """Keys and values of all layers, and the number of the current layer."""
 
@@ -65,7 +72,8 @@ Hidden: TypeAlias = Float[Array, "b t size"]
 """The stream between layers."""
 
 Bias: TypeAlias = Float[Array, "n h t s"]
-"""Numbers added to the scores of attention. Each row applies to the same number of neighbouring rows."""
+"""Numbers added to the scores of attention. Each row applies to the same number of
+neighbouring rows."""
 
 LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
 """The stream after a layer, and the cache with the layer's keys and values added."""
@@ -74,22 +82,27 @@ LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The information about the tokens that every layer needs besides its activations, and the operations
-    that use it.
+    """The information about the tokens that every layer needs besides its activations,
+    and the operations that use it.
 
-    - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
-    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if `causal` alone decides.
+    - `positions`: `(batch, t)`, by default counted from the first token that is not
+        padding.
+    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if
+        `causal` alone decides.
     - `length`: the number of slots filled before these tokens; `None` without a cache.
     - `implementation`: the implementation of attention; see `attend`.
-    - `sequence_parallel`: true if the stream is split over `tensor` along the tokens, see `scan_layers`.
-    - `causal`: true if a token sees only the tokens up to itself (a decoder), false if it sees all (an
-        encoder).
-    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer. Each row applies to
-        the same number of neighbouring rows of the batch. Comes from `relative_bias`; `None` for no bias.
-    - `memory`: the keys and values that `cross_attend` reads; `None` without an encoder.
+    - `sequence_parallel`: true if the stream is split over `tensor` along the tokens,
+        see `scan_layers`.
+    - `causal`: true if a token sees only the tokens up to itself (a decoder), false if
+        it sees all (an encoder).
+    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every
+        layer. Each row applies to the same number of neighbouring rows of the batch.
+        Comes from `relative_bias`; `None` for no bias.
+    - `memory`: the keys and values that `cross_attend` reads; `None` without an
+        encoder.
     - `layer`: the number of the current layer, from 0.
-    - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for each layer whether it has
-        this mask; `None` if all have the same.
+    - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for
+        each layer whether it has this mask; `None` if all have the same.
     - `real`: `(batch, t)`, false for padding; `None` if there is none.
     """
 
@@ -97,21 +110,31 @@ class Context:
     mask: Bool[Array, "b 1 #t s"] | None
     length: Int[Array, ""] | None
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
-    sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+    sequence_parallel: bool = dataclasses.field(
+        default=False, metadata={"static": True}
+    )
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     bias: Bias | None = None
     memory: Memory | None = None
     layer: Int[Array, ""] | None = None
     window_mask: Bool[Array, "b 1 #t s"] | None = None
-    windowed: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    windowed: tuple[bool, ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
     real: Bool[Array, "b t"] | None = None
 
     def embed(self, table: Embedding, ids: Ids) -> Hidden:
-        """Look up rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
-        return embed(table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel)
+        """Look up rows of a table that may be split over the vocabulary, by
+        `redco_eqx.embed`."""
+        return embed(
+            table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel
+        )
 
     def column(
-        self, x: Float[Array, "b t in"], *layers: Callable[[Array], Array], unit: int = 1
+        self,
+        x: Float[Array, "b t in"],
+        *layers: Callable[[Array], Array],
+        unit: int = 1,
     ) -> tuple[Array, ...]:
         """Compute the outputs of sibling projections, by `redco_eqx.column`."""
         return column(x, *layers, unit=unit, sequence_parallel=self.sequence_parallel)
@@ -125,7 +148,8 @@ class Context:
         layer: eqx.nn.Dropout | None = None,
         key: Key | None = None,
     ) -> Hidden:
-        """Apply two projections with an activation between them, and dropout after it if there is any."""
+        """Apply two projections with an activation between them, and dropout after it
+        if there is any."""
         (hidden,) = self.column(x, first)
         hidden = ACTIVATIONS[activation](hidden)
         return self.row(hidden if layer is None else dropout(layer, hidden, key), last)
@@ -137,7 +161,8 @@ class Context:
         *,
         unit: int = 1,
     ) -> Float[Array, "b t out"]:
-        """Apply the projection that closes a column split, or the sum of several, by `redco_eqx.row`."""
+        """Apply the projection that closes a column split, or the sum of several, by
+        `redco_eqx.row`."""
         return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
 
     def add(
@@ -149,8 +174,9 @@ class Context:
         *,
         unit: int = 1,
     ) -> Hidden:
-        """Add branches to the stream: pairs of an input and the projection that closes it. They share one sum
-        over `tensor`. If dropout is active, each has its own dropout, and is summed separately.
+        """Add branches to the stream: pairs of an input and the projection that closes
+        it. They share one sum over `tensor`. If dropout is active, each has its own
+        dropout, and is summed separately.
         """
         if any(drops(layer, key) for key in keys):
             for (hidden, close), key in zip(branches, keys, strict=True):
@@ -167,11 +193,12 @@ class Context:
         cache: LayerCache | None,
         **scoring: Unpack[Scoring],
     ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
-        """Compute attention of these tokens over themselves and the cache. Return the outputs of the heads side
-        by side, and the cache with these tokens added.
+        """Compute attention of these tokens over themselves and the cache. Return the
+        outputs of the heads side by side, and the cache with these tokens added.
 
-        The options are `scale`, the factor on the scores (one over the root of the head size by default);
-        `cap`, which bounds the scores smoothly; and `dropout` of the probabilities, with its `dropout_key`.
+        The options are `scale`, the factor on the scores (one over the root of the head
+        size by default); `cap`, which bounds the scores smoothly; and `dropout` of the
+        probabilities, with its `dropout_key`.
         """
         if cache is not None:
             keys, values, layer = cache
@@ -182,12 +209,20 @@ class Context:
             )
             cache = (keys, values, layer)
             key, value = (
-                jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(query.dtype)
+                jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(
+                    query.dtype
+                )
                 for x in (keys, values)
             )
         mask = self.mask
-        if mask is not None and self.window_mask is not None and self.windowed is not None:
-            mask = jnp.where(jnp.asarray(self.windowed)[self.layer], self.window_mask, mask)
+        if (
+            mask is not None
+            and self.window_mask is not None
+            and self.windowed is not None
+        ):
+            mask = jnp.where(
+                jnp.asarray(self.windowed)[self.layer], self.window_mask, mask
+            )
         output = attend(
             query,
             key,
@@ -203,11 +238,14 @@ class Context:
     def cross_attend(
         self, query: Float[Array, "b t h d"], **scoring: Unpack[Scoring]
     ) -> Float[Array, "b t width"]:
-        """Compute attention of these tokens over the encoder's. Return the outputs of the heads side by side.
-        The options are those of `Context.attend`.
+        """Compute attention of these tokens over the encoder's. Return the outputs of
+        the heads side by side. The options are those of `Context.attend`.
         """
         if self.memory is None:
-            raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
+            raise ValueError(
+                "cross_attend: there is no memory. Pass what `encode` returns to "
+                "`decode`."
+            )
         memory = self.memory
         output = attend(
             query,

@@ -1,4 +1,5 @@
-"""Models that write text: from tokens to logits, with or without a cache; and padding of their vocabulary."""
+"""Models that write text: from tokens to logits, with or without a cache; and padding
+of their vocabulary."""
 
 import abc
 import dataclasses
@@ -19,18 +20,26 @@ from redco_eqx_models._blocks.context import Bias, Cache, Context, Hidden, Ids, 
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.layers import Embedding, Linear, TiedHead
 from redco_eqx_models._blocks.lora import LoRA
-from redco_eqx_models._blocks.model import Model, Options, count_layers, make_context, run_layers
+from redco_eqx_models._blocks.model import (
+    Model,
+    Options,
+    count_layers,
+    make_context,
+    run_layers,
+)
 from redco_eqx_models._leaves import path_of
 
 M = TypeVar("M", bound=Model)
 
 
 def pad_vocabulary(model: M, multiple: int) -> M:
-    """Add rows of zeros to the model's embedding table and head, up to a multiple of `multiple`.
+    """Add rows of zeros to the model's embedding table and head, up to a multiple of
+    `multiple`.
 
-    The logits of the added rows are minus infinity, so these rows are never chosen, do not count in a
-    cross-entropy, and have zero gradients. `save_pretrained` does not write them. For example, GPT-2's 50257
-    rows are not divisible by any usual axis size, but 50304 rows are divisible by 64.
+    The logits of the added rows are minus infinity, so these rows are never chosen, do
+    not count in a cross-entropy, and have zero gradients. `save_pretrained` does not
+    write them. For example, GPT-2's 50257 rows are not divisible by any usual axis
+    size, but 50304 rows are divisible by 64.
 
     ```python
     def make_model(key):
@@ -42,13 +51,16 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
     **Arguments:**
 
-    - `model`: a decoder-only language model, abstract or not. To make a new model with padding:
-        `init_model(lambda key: pad_vocabulary(GPT2LMHeadModel(config, key=key), 128), ...)`.
-    - `multiple`: for example, a multiple of the number of devices along `tensor`. 1 adds nothing.
+    - `model`: a decoder-only language model, abstract or not. To make a new model with
+        padding: `init_model(lambda key: pad_vocabulary(GPT2LMHeadModel(config,
+        key=key), 128), ...)`.
+    - `multiple`: for example, a multiple of the number of devices along `tensor`. 1
+        adds nothing.
 
     **Raises:**
 
-    `ValueError` if `multiple` is not positive, or the model's class does not name its `vocabulary`.
+    `ValueError` if `multiple` is not positive, or the model's class does not name its
+    `vocabulary`.
     """
     check_can_pad(type(model), multiple)
     num_rows = -(-model.config.vocab_size // multiple) * multiple
@@ -57,19 +69,26 @@ def pad_vocabulary(model: M, multiple: int) -> M:
         return isinstance(x, Embedding | Linear)
 
     def one(keypath: Any, x: Any) -> Any:
-        return _with_rows(x, num_rows) if is_module(x) and is_vocabulary(model, path_of(keypath)) else x
+        return (
+            _with_rows(x, num_rows)
+            if is_module(x) and is_vocabulary(model, path_of(keypath))
+            else x
+        )
 
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_module)
 
 
 def check_can_pad(family: type[Model], multiple: int) -> None:
-    """Raise `ValueError` for a multiple or a class of models that `pad_vocabulary` does not take."""
+    """Raise `ValueError` for a multiple or a class of models that `pad_vocabulary` does
+    not take."""
     if multiple < 1:
-        raise ValueError(f"pad_vocabulary: multiple={multiple}, but it must be positive.")
+        raise ValueError(
+            f"pad_vocabulary: multiple={multiple}, but it must be positive."
+        )
     if not family.vocabulary:
         raise ValueError(
-            f"pad_vocabulary: {family.__name__} does not name the modules that have a row for each token "
-            "(`vocabulary`); decoder-only models do."
+            f"pad_vocabulary: {family.__name__} does not name the modules that have a "
+            "row for each token (`vocabulary`); decoder-only models do."
         )
 
 
@@ -81,11 +100,13 @@ def is_vocabulary(model: Model, module: str) -> bool:
 def only_tokens(
     head: Linear | LoRA | Float[Array, "rows size"], num_tokens: int, cap: float | None
 ) -> Linear | TiedHead | Float[Array, "rows size"]:
-    """Return a head, or the table that is one, with capped logits, and with logits of minus infinity beyond the
-    number of tokens.
+    """Return a head, or the table that is one, with capped logits, and with logits of
+    minus infinity beyond the number of tokens.
     """
     head = head.merge(wide=True) if isinstance(head, LoRA) else head
-    weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
+    weight, bias = (
+        (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
+    )
     num_rows = weight.shape[0]
     if num_rows == num_tokens and cap is None:
         return head
@@ -104,14 +125,21 @@ def _with_rows(module: Any, num_rows: int) -> Any:
 
     longer_module = jax.tree.map(longer, module)
     # A table keeps the number of its rows that are tokens.
-    return longer_module if isinstance(module, Embedding) else _changed(longer_module, out_features=num_rows)
+    return (
+        longer_module
+        if isinstance(module, Embedding)
+        else _changed(longer_module, out_features=num_rows)
+    )
 
 
 def _changed(module: Any, **fields: Any) -> Any:
-    """Return a module with other values of fields: also of static ones, which `eqx.tree_at` does not reach."""
+    """Return a module with other values of fields: also of static ones, which
+    `eqx.tree_at` does not reach."""
     new = object.__new__(type(module))
     for field in dataclasses.fields(module):
-        value = fields[field.name] if field.name in fields else getattr(module, field.name)
+        value = (
+            fields[field.name] if field.name in fields else getattr(module, field.name)
+        )
         object.__setattr__(new, field.name, value)
     return new
 
@@ -126,10 +154,12 @@ class Reading(TypedDict, total=False):
 
 
 class Decoder(Model):
-    """A model that returns logits of the next token. A family defines its embedding, its layers and its output.
+    """A model that returns logits of the next token. A family defines its embedding,
+    its layers and its output.
 
-    The layers are at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
-    the first entry of `tied` names. The other fields are those of `Model`.
+    The layers are at the last path of `stacks`. `lm_head` is `None` if the head is the
+    embedding table, which the first entry of `tied` names. The other fields are those
+    of `Model`.
     """
 
     lm_head: eqx.AbstractVar[PyTree]
@@ -146,20 +176,24 @@ class Decoder(Model):
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Turn the output of the last layer into the input of the head."""
 
-    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias | None:
-        """Return the bias on the scores of self-attention in all layers, from the positions of the tokens. By
-        default there is none. See `relative_bias`.
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Bias | None:
+        """Return the bias on the scores of self-attention in all layers, from the
+        positions of the tokens. By default there is none. See `relative_bias`.
         """
         return None
 
     @property
     def layers(self) -> PyTree:
-        """The layers: a list, or one layer whose arrays have a leading dim for the layer number."""
+        """The layers: a list, or one layer whose arrays have a leading dim for the
+        layer number."""
         return attrgetter(self.stacks[-1])(self)
 
     @property
     def head(self) -> PyTree:
-        """The layer that computes the logits, or the embedding table if it is also the head.
+        """The layer that computes the logits, or the embedding table if it is also the
+        head.
 
         Use it for a loss that does not need all logits in memory:
         `cross_entropy(model.hidden_states(ids)[0], model.head, labels)`.
@@ -168,19 +202,27 @@ class Decoder(Model):
         if head is None:
             head = attrgetter(next(iter(self.tied.values())))(self)
         cap = self.config.entry("final_logit_softcapping", None)
-        return only_tokens(head, self.config.vocab_size, cap) if self.vocabulary else head
+        return (
+            only_tokens(head, self.config.vocab_size, cap) if self.vocabulary else head
+        )
 
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+    def logits(
+        self, hidden: Float[Array, "*batch size"]
+    ) -> Float[Array, "*batch vocab"]:
         """Apply the head to hidden states."""
         head = self.head
         if isinstance(head, jax.Array | np.ndarray):
             return jnp.einsum("...i,oi->...o", hidden, head)
         return head(hidden)
 
-    def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
+    def init_cache(
+        self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32
+    ) -> Cache:
         """Make an empty cache with room for `num_slots` tokens in each row."""
         size = self.config.kv_heads, self.config.head_size
-        zeros = jnp.zeros((count_layers(self.layers), batch_size, num_slots, *size), dtype)
+        zeros = jnp.zeros(
+            (count_layers(self.layers), batch_size, num_slots, *size), dtype
+        )
         slots = jnp.zeros((batch_size, num_slots), jnp.int32)
         return Cache(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
 
@@ -195,24 +237,34 @@ class Decoder(Model):
         key: Key | None = None,
         sums: Array | None = None,
     ) -> tuple[Hidden, Cache | None, Any]:
-        """Return the input of the head, the cache with these tokens added, and the `sums` from `run_layers`."""
-        # Without a cache and positions, all rows have the same positions except for padding, so one bias serves
-        # them all.
-        alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None
+        """Return the input of the head, the cache with these tokens added, and the
+        `sums` from `run_layers`."""
+        # Without a cache and positions, all rows have the same positions except for
+        # padding, so one bias serves them all.
+        alike = (
+            jnp.arange(input_ids.shape[1])[None]
+            if cache is None and positions is None
+            else None
+        )
         context, cache = make_context(self, input_ids, attention_mask, positions, cache)
         own = context.positions if alike is None else alike
         bias = self.bias(own, own if cache is None else cache.positions, len(input_ids))
         context = dataclasses.replace(context, bias=bias, memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)
-        x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key, sums=sums)
+        x, pieces = run_layers(
+            self.layers, x, context, cache, remat=self.remat, key=layers_key, sums=sums
+        )
         if cache is not None:
             cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
         return self.finish(x, finish_key), cache, None if sums is None else pieces[-1]
 
 
-def make_head(config: Any, size: int, *, use_bias: bool = False, std: float, key: Key) -> Linear | None:
-    """Return a head over the vocabulary, or `None` if the configuration ties it to the embedding table."""
+def make_head(
+    config: Any, size: int, *, use_bias: bool = False, std: float, key: Key
+) -> Linear | None:
+    """Return a head over the vocabulary, or `None` if the configuration ties it to the
+    embedding table."""
     if config.tie_word_embeddings:
         return None
     return Linear(size, config.vocab_size, use_bias=use_bias, std=std, key=key)
@@ -224,9 +276,11 @@ class DecoderLM(Decoder):
     def __init__(self, config: BaseConfig, **options: Unpack[Options]):
         super().__init__(config, **options)
 
-    def hidden_states(self, input_ids: Ids, **reading: Unpack[Reading]) -> tuple[Hidden, Cache | None]:
-        """Return the input of the head, and the cache with these tokens added. Arguments as for calling the
-        model.
+    def hidden_states(
+        self, input_ids: Ids, **reading: Unpack[Reading]
+    ) -> tuple[Hidden, Cache | None]:
+        """Return the input of the head, and the cache with these tokens added.
+        Arguments as for calling the model.
         """
         return self._run(input_ids, None, **reading)[:2]
 
@@ -236,17 +290,20 @@ class DecoderLM(Decoder):
         **Arguments:**
 
         - `input_ids`: tokens.
-        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or `(batch, t, slots)`,
-            the slots of the cache that each token sees, including those of these tokens (without a cache: the
-            tokens of this call). With `positions`, texts that branch can then lie side by side in one row.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or
+            `(batch, t, slots)`, the slots of the cache that each token sees, including
+            those of these tokens (without a cache: the tokens of this call). With
+            `positions`, texts that branch can then lie side by side in one row.
         - `positions`: by default counted from 0 at the first token that is not padding.
-        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier call.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier
+            call.
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
 
         **Returns:**
 
-        Logits of shape `(batch, t, vocab)`; with a cache, the pair of logits and the new cache.
+        Logits of shape `(batch, t, vocab)`; with a cache, the pair of logits and the
+        new cache.
         """
         hidden, cache = self.hidden_states(input_ids, **reading)
         return self.logits(hidden) if cache is None else (self.logits(hidden), cache)

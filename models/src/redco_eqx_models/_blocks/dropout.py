@@ -1,4 +1,5 @@
-"""Dropout, which needs a key and a model in training mode, and the keys for its layers."""
+"""Dropout, which needs a key and a model in training mode, and the keys for its
+layers."""
 
 import equinox as eqx
 import jax
@@ -30,7 +31,7 @@ def add_and_norm(
     layer: eqx.nn.Dropout,
     key: Key | None,
 ) -> Float[Array, "*batch size"]:
-    """Return `norm(x + dropout(y))`, the end of a layer with normalisation after, not before (Vaswani et al.
-    2017).
+    """Return `norm(x + dropout(y))`, the end of a layer with normalisation after, not
+    before (Vaswani et al. 2017).
     """
     return norm(x + dropout(layer, y, key))

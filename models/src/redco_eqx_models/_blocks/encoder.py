@@ -20,7 +20,8 @@ from redco_eqx_models._blocks.multihead import Dense, HeadsAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(BaseConfig):
-    """The entries of BERT and ViT, base to huge. `labels` are the outputs of a classifier."""
+    """The entries of BERT and ViT, base to huge. `labels` are the outputs of a
+    classifier."""
 
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -34,7 +35,8 @@ class EncoderConfig(BaseConfig):
     labels: Labels = dataclasses.field(default_factory=Labels)
 
     norm_first: ClassVar[bool]
-    """True if norms come before attention and MLP, as in ViT, and not after them, as in BERT."""
+    """True if norms come before attention and MLP, as in ViT, and not after them, as in
+    BERT."""
 
     def make_norm(self) -> layers.LayerNorm:
         """Return a new norm of the stream."""
@@ -42,22 +44,35 @@ class EncoderConfig(BaseConfig):
 
     def make_linear(self, out_features: int, *, key: Key) -> Linear:
         """Return a new projection of the stream."""
-        return Linear(self.hidden_size, out_features, std=self.initializer_range, key=key)
+        return Linear(
+            self.hidden_size, out_features, std=self.initializer_range, key=key
+        )
 
 
 class EncoderOutput(eqx.Module):
-    """The end of attention and MLP: a projection, added to the stream, and in BERT a norm."""
+    """The end of attention and MLP: a projection, added to the stream, and in BERT a
+    norm."""
 
     dense: Linear
     LayerNorm: layers.LayerNorm | None
     dropout: eqx.nn.Dropout
 
     def __init__(self, in_features: int, config: EncoderConfig, *, key: Key):
-        self.dense = Linear(in_features, config.hidden_size, std=config.initializer_range, key=key)
+        self.dense = Linear(
+            in_features, config.hidden_size, std=config.initializer_range, key=key
+        )
         self.LayerNorm = None if config.norm_first else config.make_norm()
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
 
-    def __call__(self, x: Hidden, hidden: Array, context: Context, key: Key | None, *, unit: int = 1) -> Hidden:
+    def __call__(
+        self,
+        x: Hidden,
+        hidden: Array,
+        context: Context,
+        key: Key | None,
+        *,
+        unit: int = 1,
+    ) -> Hidden:
         x = x + dropout(self.dropout, context.row(hidden, self.dense, unit=unit), key)
         return maybe(self.LayerNorm, x)
 
@@ -72,15 +87,19 @@ class SelfAttention(HeadsAttention):
     names = ("query", "key", "value")
 
     def __init__(self, config: EncoderConfig, *, key: Key):
-        sizes, bias = [(config.hidden_size, config.hidden_size)] * 3, config.entry("qkv_bias", True)
-        projections = make_linears(key, *sizes, use_bias=bias, std=config.initializer_range)
+        sizes = [(config.hidden_size, config.hidden_size)] * 3
+        bias = config.entry("qkv_bias", True)
+        projections = make_linears(
+            key, *sizes, use_bias=bias, std=config.initializer_range
+        )
         self.query, self.key, self.value = projections
         self.dropout = eqx.nn.Dropout(config.attention_probs_dropout_prob)
         self.num_heads = config.num_attention_heads
 
 
 class EncoderAttention(eqx.Module):
-    """Attention, which is `self` in files of BERT and `attention` in those of ViT, and its end."""
+    """Attention, which is `self` in files of BERT and `attention` in those of ViT, and
+    its end."""
 
     self: SelfAttention | None
     attention: SelfAttention | None
@@ -89,7 +108,9 @@ class EncoderAttention(eqx.Module):
     def __init__(this, config: EncoderConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
         heads_key, output_key = jax.random.split(key)
         heads = SelfAttention(config, key=heads_key)
-        this.self, this.attention = (None, heads) if config.norm_first else (heads, None)
+        this.self, this.attention = (
+            (None, heads) if config.norm_first else (heads, None)
+        )
         this.output = EncoderOutput(config.hidden_size, config, key=output_key)
 
 
@@ -106,20 +127,32 @@ class EncoderLayer(eqx.Module):
     def __init__(self, config: EncoderConfig, *, key: Key):
         attention_key, in_key, out_key = jax.random.split(key, 3)
         self.attention = EncoderAttention(config, key=attention_key)
-        self.intermediate = Dense(config.make_linear(config.intermediate_size, key=in_key))
+        self.intermediate = Dense(
+            config.make_linear(config.intermediate_size, key=in_key)
+        )
         self.output = EncoderOutput(config.intermediate_size, config, key=out_key)
         self.layernorm_before = config.make_norm() if config.norm_first else None
         self.layernorm_after = config.make_norm() if config.norm_first else None
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         heads_key, attention_key, mlp_key = split_key(key, 3)
         attention = self.attention.self or self.attention.attention
         assert attention is not None
-        heads, cache = attention.heads(maybe(self.layernorm_before, x), context, cache, heads_key)
-        x = self.attention.output(x, heads, context, attention_key, unit=self.config.head_size)
-        (hidden,) = context.column(maybe(self.layernorm_after, x), self.intermediate.dense)
-        return self.output(x, ACTIVATIONS[self.config.hidden_act](hidden), context, mlp_key), cache
+        heads, cache = attention.heads(
+            maybe(self.layernorm_before, x), context, cache, heads_key
+        )
+        x = self.attention.output(
+            x, heads, context, attention_key, unit=self.config.head_size
+        )
+        (hidden,) = context.column(
+            maybe(self.layernorm_after, x), self.intermediate.dense
+        )
+        return self.output(
+            x, ACTIVATIONS[self.config.hidden_act](hidden), context, mlp_key
+        ), cache
 
 
 class EncoderLayers(eqx.Module):
@@ -146,14 +179,17 @@ def encode_tokens(
 
     - `model`: its `Options` say how to run the layers.
     - `input_ids`: tokens.
-    - `embed`, `layers`: a function that computes the input of the first layer, and the layers.
+    - `embed`, `layers`: a function that computes the input of the first layer, and the
+        layers.
     - `attention_mask`: `(batch, s)`, 0 where a token is padding, on either side.
     - `positions`: by default counted from 0 at the first token that is not padding.
     - `bias`: added to the scores in all layers.
     - `causal`: true if a token sees only the tokens up to itself.
     - `key`: for dropout.
     """
-    context, _ = make_context(model, input_ids, attention_mask, positions, causal=causal)
+    context, _ = make_context(
+        model, input_ids, attention_mask, positions, causal=causal
+    )
     context = dataclasses.replace(context, bias=bias)
     embed_key, layers_key = split_key(key, 2)
     x = embed(context, embed_key)

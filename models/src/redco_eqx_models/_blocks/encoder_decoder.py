@@ -1,4 +1,5 @@
-"""Models that read a whole input and write a text: an encoder, and a decoder with cross-attention."""
+"""Models that read a whole input and write a text: an encoder, and a decoder with
+cross-attention."""
 
 import abc
 import itertools
@@ -20,10 +21,11 @@ from redco_eqx_models._blocks.model import Options, unstack
 
 
 class EncoderDecoder(Decoder):
-    """An encoder, and a decoder whose layers read it by cross-attention (`Context.cross_attend`).
+    """An encoder, and a decoder whose layers read it by cross-attention
+    (`Context.cross_attend`).
 
-    A family defines the methods of a `Decoder` for its decoder, whose layers lie at the last path of `stacks`,
-    and `encoder_states` for its encoder.
+    A family defines the methods of a `Decoder` for its decoder, whose layers lie at the
+    last path of `stacks`, and `encoder_states` for its encoder.
     """
 
     def __init__(self, config: BaseConfig, **options: Unpack[Options]):
@@ -31,43 +33,66 @@ class EncoderDecoder(Decoder):
 
     @abc.abstractmethod
     def encoder_states(
-        self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None
+        self,
+        inputs: Array,
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
     ) -> Float[Array, "b s size"]:
         """Return the output of the encoder for the inputs."""
 
     @abc.abstractmethod
     def cross_projections(self, layer: PyTree) -> tuple[PyTree, ...]:
-        """Return the projections, inside one decoder layer, that make keys and values of the encoder's output:
-        two, or one that makes both, `(..., 2, width)`.
+        """Return the projections, inside one decoder layer, that make keys and values
+        of the encoder's output: two, or one that makes both, `(..., 2, width)`.
         """
 
-    def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
-        """Return the encoder's output in the form that the decoder reads: keys and values for the
-        cross-attention of all its layers.
+    def encode(
+        self,
+        inputs: Array,
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
+    ) -> Memory:
+        """Return the encoder's output in the form that the decoder reads: keys and
+        values for the cross-attention of all its layers.
 
-        They are computed for all layers at once, so the gradient with respect to the encoder's output is
-        reduced over `tensor` once, instead of once per layer.
+        They are computed for all layers at once, so the gradient with respect to the
+        encoder's output is reduced over `tensor` once, instead of once per layer.
 
         **Arguments:**
 
-        - `inputs`: tokens `(batch, source)`, or images `(batch, channels, height, width)`.
-        - `attention_mask`: `(batch, source)`, 0 where a token is padding, on either side.
+        - `inputs`: tokens `(batch, source)`, or images
+            `(batch, channels, height, width)`.
+        - `attention_mask`: `(batch, source)`, 0 where a token is padding, on either
+            side.
         - `key`: for dropout.
         """
         hidden = self.encoder_states(inputs, attention_mask=attention_mask, key=key)
-        real = jnp.ones(hidden.shape[:2], bool) if attention_mask is None else attention_mask.astype(bool)
+        real = (
+            jnp.ones(hidden.shape[:2], bool)
+            if attention_mask is None
+            else attention_mask.astype(bool)
+        )
         return self.memorise(hidden, real)
 
-    def memorise(self, hidden: Float[Array, "b s size"], mask: Bool[Array, "b s"]) -> Memory:
-        """Return keys and values of the decoder's cross-attention for `encoder_states`."""
-        layers, size = self.layers, self.config.head_size
+    def memorise(
+        self, hidden: Float[Array, "b s size"], mask: Bool[Array, "b s"]
+    ) -> Memory:
+        """Return keys and values of the decoder's cross-attention for
+        `encoder_states`."""
+        layers = self.layers
+        size = self.config.head_size
         axes = activation_axes(layers, hidden, num_rows=hidden.shape[0])
 
         def project(hidden: Array, *projections: PyTree) -> tuple[Array, ...]:
             def one(own: tuple[PyTree, ...], hidden: Any) -> Any:
-                return column(hidden, *own, unit=size, sequence_parallel=self.sequence_parallel)
+                return column(
+                    hidden, *own, unit=size, sequence_parallel=self.sequence_parallel
+                )
 
-            # As a single layer of `scan_layers`, which keeps no gathered weights for the backward pass.
+            # As a single layer of `scan_layers`, which keeps no gathered weights for
+            # the backward pass.
             found: Any = scan_layers(one, [projections], hidden, batched=None)
             return found
 
@@ -79,18 +104,25 @@ class EncoderDecoder(Decoder):
                 return project(hidden, *eqx.combine(own, static))
 
             if axes is None:
-                # One product for all layers, whose gradient is one sum, as `tensor` needs it.
+                # One product for all layers, whose gradient is one sum, as `tensor`
+                # needs it.
                 outputs = jax.vmap(of_layer)(arrays)
             else:
-                # With no sum over `tensor`, gather the weights of one layer after another.
-                _, outputs = jax.lax.scan(lambda _, own: (_, of_layer(own)), None, arrays)
+                # With no sum over `tensor`, gather the weights of one layer after
+                # another.
+                _, outputs = jax.lax.scan(
+                    lambda _, own: (_, of_layer(own)), None, arrays
+                )
         else:
             if isinstance(layers, list):
                 projections = [self.cross_projections(layer) for layer in layers]
             else:
                 projections = unstack(self.cross_projections(layers))
             found = project(hidden, *itertools.chain(*projections))
-            outputs = [jnp.stack(found[i :: len(projections[0])]) for i in range(len(projections[0]))]
+            outputs = [
+                jnp.stack(found[i :: len(projections[0])])
+                for i in range(len(projections[0]))
+            ]
         if len(outputs) == 1:
             outputs = [outputs[0][..., i, :] for i in range(2)]
         key, value = (rearrange(x, "l b s (h d) -> l b s h d", d=size) for x in outputs)
@@ -104,16 +136,19 @@ class EncoderDecoder(Decoder):
         **Arguments:**
 
         - `decoder_input_ids`: tokens; the first is `config.decoder_start_token_id`.
-        - `memory`: from `encode`. If it has fewer rows, neighbouring rows of tokens share one.
+        - `memory`: from `encode`. If it has fewer rows, neighbouring rows of tokens
+            share one.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
         - `positions`: by default counted from 0 at the first token that is not padding.
-        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier call.
+        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier
+            call.
         - `key`: for dropout.
         """
         if decoder_input_ids.shape[0] % memory.mask.shape[0]:
             raise ValueError(
-                f"decode: decoder_input_ids has {decoder_input_ids.shape[0]} rows, which is not a multiple of "
-                f"the {memory.mask.shape[0]} that were encoded."
+                f"decode: decoder_input_ids has {decoder_input_ids.shape[0]} rows, "
+                f"which is not a multiple of the {memory.mask.shape[0]} that were "
+                "encoded."
             )
         return self._run(decoder_input_ids, memory, **reading)[:2]
 
@@ -133,24 +168,35 @@ class EncoderDecoder(Decoder):
         """Return the input of the head. Arguments as for calling the model."""
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
-        return self.decode(decoder_input_ids, memory, attention_mask=decoder_attention_mask, key=decoder_key)[0]
+        return self.decode(
+            decoder_input_ids,
+            memory,
+            attention_mask=decoder_attention_mask,
+            key=decoder_key,
+        )[0]
 
-    def __call__(self, inputs: Array, decoder_input_ids: Ids, **options: Any) -> Float[Array, "b t vocab"]:
+    def __call__(
+        self, inputs: Array, decoder_input_ids: Ids, **options: Any
+    ) -> Float[Array, "b t vocab"]:
         """Compute the logits of the next token after each token of the decoder.
 
         **Arguments:**
 
-        - `inputs`: tokens `(batch, source)`, or images `(batch, channels, height, width)`.
-        - `decoder_input_ids`: tokens; the first is `config.decoder_start_token_id`. See `shift_right`.
-        - `attention_mask`, `decoder_attention_mask`: 0 where a token is padding, on either side.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `inputs`: tokens `(batch, source)`, or images
+            `(batch, channels, height, width)`.
+        - `decoder_input_ids`: tokens; the first is `config.decoder_start_token_id`. See
+            `shift_right`.
+        - `attention_mask`, `decoder_attention_mask`: 0 where a token is padding, on
+            either side.
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
         """
         return self.logits(self.hidden_states(inputs, decoder_input_ids, **options))
 
 
 def shift_right(labels: Ids, start: int, *, pad: int, ignore_label: int = -100) -> Ids:
-    """Return the decoder's input for predicting `labels`: a start token, then all labels except the last.
+    """Return the decoder's input for predicting `labels`: a start token, then all
+    labels except the last.
 
     **Arguments:**
 

@@ -1,4 +1,5 @@
-"""Mixtures of experts (Shazeer et al. 2017): each token goes to a few of many MLPs, and no token is dropped."""
+"""Mixtures of experts (Shazeer et al. 2017): each token goes to a few of many MLPs, and
+no token is dropped."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +23,11 @@ Chosen: TypeAlias = Int[Array, "b t chosen"]
 
 
 class ExpertMatrix(eqx.Module):
-    """The matrices of one projection in all experts, stored `(expert, out, in)`. In files, each has its own
-    key.
+    """The matrices of one projection in all experts, stored `(expert, out, in)`. In
+    files, each has its own key.
 
-    - `expert_split`: `column` or `row`, as `mix_experts` splits it. `shard_rules` reads this.
+    - `expert_split`: `column` or `row`, as `mix_experts` splits it. `shard_rules` reads
+        this.
     """
 
     weight: Float[Array, "experts out in"]
@@ -34,9 +36,18 @@ class ExpertMatrix(eqx.Module):
     expert_split: str = eqx.field(static=True)
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, *, split: str, std: float, key: Key
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        split: str,
+        std: float,
+        key: Key,
     ):
-        self.weight = std * jax.random.normal(key, (num_experts, out_features, in_features))
+        self.weight = std * jax.random.normal(
+            key, (num_experts, out_features, in_features)
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.expert_split = split
@@ -54,12 +65,15 @@ def mix_experts(
     activation: Activation,
     sequence_parallel: bool,
 ) -> tuple[Hidden, Chosen]:
-    """Return the weighted sum of the outputs of the experts that each token goes to, and their numbers.
+    """Return the weighted sum of the outputs of the experts that each token goes to,
+    and their numbers.
 
-    On TPUs the tokens of a device are sorted by expert, and multiplied in groups. Elsewhere XLA has no kernel
-    for this, and each device computes all experts for all of its tokens. Over `tensor`, each expert is split
-    inside, as `column` and `row` split an MLP, with one sum of the size of `x` forward, and one backward.
-    Distributing the experts over the devices would send the same amount, and wait for the busiest device.
+    On TPUs the tokens of a device are sorted by expert, and multiplied in groups.
+    Elsewhere XLA has no kernel for this, and each device computes all experts for all
+    of its tokens. Over `tensor`, each expert is split inside, as `column` and `row`
+    split an MLP, with one sum of the size of `x` forward, and one backward.
+    Distributing the experts over the devices would send the same amount, and wait for
+    the busiest device.
 
     **Arguments:**
 
@@ -68,24 +82,36 @@ def mix_experts(
     - `num_chosen`: the number of experts per token.
     - `normalise`: true if the weights of a token's experts add up to 1.
     - `activation`: applied to the gate.
-    - `sequence_parallel`: pass true if the stream is split over `tensor` along the token dimension.
+    - `sequence_parallel`: pass true if the stream is split over `tensor` along the
+        token dimension.
     """
 
     @jax.named_scope("redco_eqx.row.experts")
     def mix(*given: Array) -> Array:
-        groups, dense = (functools.partial(kind, activation) for kind in (in_groups, all_for_all))
+        groups, dense = (
+            functools.partial(kind, activation) for kind in (in_groups, all_for_all)
+        )
         return jax.lax.platform_dependent(*given, tpu=groups, default=dense)
 
     def body(x: Array, probabilities: Array, *matrices: Array) -> tuple[Array, Array]:
         weights, chosen = jax.lax.top_k(probabilities, num_chosen)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
+        weights = (
+            weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
+        )
         if sequence_parallel:
-            whole = (jax.lax.all_gather(y, "tensor", axis=1, tiled=True) for y in (x, weights, chosen))
+            whole = (
+                jax.lax.all_gather(y, "tensor", axis=1, tiled=True)
+                for y in (x, weights, chosen)
+            )
             output = mix(*whole, *matrices)
-            return jax.lax.psum_scatter(output, "tensor", scatter_dimension=1, tiled=True), chosen
+            return jax.lax.psum_scatter(
+                output, "tensor", scatter_dimension=1, tiled=True
+            ), chosen
         if is_split:
             # Their gradients are then summed over the shards once, at the end.
-            x, weights = (jax.lax.pcast(y, "tensor", to="varying") for y in (x, weights))
+            x, weights = (
+                jax.lax.pcast(y, "tensor", to="varying") for y in (x, weights)
+            )
         output = mix(x, weights, chosen, *matrices)
         return jax.lax.psum(output, "tensor") if is_split else output, chosen
 
@@ -100,9 +126,13 @@ def mix_experts(
             _check_length(x, axes.num_head_shards)
         inner = PartitionSpec(axes.rows, "tensor" if sequence_parallel else None)
         axis = "tensor" if is_split else None
-        column, row = PartitionSpec(None, axis), PartitionSpec(None, None, axis)
+        column = PartitionSpec(None, axis)
+        row = PartitionSpec(None, None, axis)
         output, chosen = jax.shard_map(
-            body, mesh=axes.mesh, in_specs=(inner, inner, column, column, row), out_specs=(inner, inner)
+            body,
+            mesh=axes.mesh,
+            in_specs=(inner, inner, column, column, row),
+            out_specs=(inner, inner),
         )(x, probabilities, *matrices)
     return checkpoint_name(output, "row_out"), chosen
 
@@ -110,14 +140,19 @@ def mix_experts(
 def _check_length(x: Hidden, num_shards: int) -> None:
     if x.shape[1] % num_shards:
         raise ValueError(
-            f"mix_experts: sequence_parallel=True splits dim 1 of (batch, length, features) over "
-            f"tensor={num_shards}, but the input has shape {tuple(x.shape)}. Pad the length to a multiple of "
-            f"{num_shards}, or pass sequence_parallel=False."
+            "mix_experts: sequence_parallel=True splits dim 1 of (batch, length, "
+            f"features) over tensor={num_shards}, but the input has shape "
+            f"{tuple(x.shape)}. Pad the length to a multiple of {num_shards}, or pass "
+            "sequence_parallel=False."
         )
 
 
 def in_groups(
-    activation: Activation, x: Hidden, weights: Float[Array, "b t chosen"], chosen: Chosen, *matrices: Array
+    activation: Activation,
+    x: Hidden,
+    weights: Float[Array, "b t chosen"],
+    chosen: Chosen,
+    *matrices: Array,
 ) -> Hidden:
     """Sort the tokens by expert, and multiply them in groups."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -129,13 +164,21 @@ def in_groups(
     rows = x.reshape(-1, x.shape[-1])[order // chosen.shape[-1]]
     hidden = activation(product(rows, matrices[0])) * product(rows, matrices[1])
     hidden = hidden * weights.reshape(-1)[order][:, None].astype(x.dtype)
-    return jnp.sum(product(hidden, matrices[2])[jnp.argsort(order)].reshape(*chosen.shape, -1), axis=2)
+    return jnp.sum(
+        product(hidden, matrices[2])[jnp.argsort(order)].reshape(*chosen.shape, -1),
+        axis=2,
+    )
 
 
 def all_for_all(
-    activation: Activation, x: Hidden, weights: Float[Array, "b t chosen"], chosen: Chosen, *matrices: Array
+    activation: Activation,
+    x: Hidden,
+    weights: Float[Array, "b t chosen"],
+    chosen: Chosen,
+    *matrices: Array,
 ) -> Hidden:
-    """Compute all experts for all tokens, which is less than compilers make of groups without a kernel."""
+    """Compute all experts for all tokens, which is less than compilers make of groups
+    without a kernel."""
     is_chosen = chosen[..., None] == jnp.arange(len(matrices[0]))
     weights = jnp.sum(weights[..., None] * is_chosen, axis=2).astype(x.dtype)
     hidden = activation(jnp.einsum("btd,eid->btei", x, matrices[0]))
@@ -144,11 +187,18 @@ def all_for_all(
 
 
 def routing_sums(
-    probabilities: Float[Array, "b t experts"], chosen: Chosen, real: Bool[Array, "b t"] | None
+    probabilities: Float[Array, "b t experts"],
+    chosen: Chosen,
+    real: Bool[Array, "b t"] | None,
 ) -> Float[Array, "2 experts"]:
-    """Return, for each expert, the number of times that it was chosen, and the sum of its probabilities, over
-    the tokens that are not padding.
+    """Return, for each expert, the number of times that it was chosen, and the sum of
+    its probabilities, over the tokens that are not padding.
     """
     weights = jnp.ones(chosen.shape[:2]) if real is None else real.astype(jnp.float32)
     times = jnp.sum(chosen[..., None] == jnp.arange(probabilities.shape[-1]), axis=2)
-    return jnp.stack([jnp.einsum("bt,bte->e", weights, y.astype(jnp.float32)) for y in (times, probabilities)])
+    return jnp.stack(
+        [
+            jnp.einsum("bt,bte->e", weights, y.astype(jnp.float32))
+            for y in (times, probabilities)
+        ]
+    )

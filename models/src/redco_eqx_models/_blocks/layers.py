@@ -30,7 +30,13 @@ class Linear(eqx.Module):
     out_features: int = eqx.field(static=True)
 
     def __init__(
-        self, in_features: int, out_features: int, *, use_bias: bool = True, std: float = 0.02, key: Key
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        std: float = 0.02,
+        key: Key,
     ):
         self.weight = std * jax.random.normal(key, (out_features, in_features))
         self.bias = jnp.zeros(out_features) if use_bias else None
@@ -42,20 +48,29 @@ class Linear(eqx.Module):
         return x if self.bias is None else x + self.bias
 
 
-def make_linears(key: Key, *sizes: tuple[int, int], use_bias: bool = True, std: float) -> list[Linear]:
-    """Return a Linear for each pair of sizes: the number of input features, and of output features."""
+def make_linears(
+    key: Key, *sizes: tuple[int, int], use_bias: bool = True, std: float
+) -> list[Linear]:
+    """Return a Linear for each pair of sizes: the number of input features, and of
+    output features."""
     keys = jax.random.split(key, len(sizes))
-    return [Linear(*pair, use_bias=use_bias, std=std, key=key) for pair, key in zip(sizes, keys)]
+    return [
+        Linear(*pair, use_bias=use_bias, std=std, key=key)
+        for pair, key in zip(sizes, keys)
+    ]
 
 
 class Embedding(eqx.Module):
-    """A table with one row per token or position. Padding adds rows beyond `num_embeddings`."""
+    """A table with one row per token or position. Padding adds rows beyond
+    `num_embeddings`."""
 
     weight: Float[Array, "num size"]
     num_embeddings: int = eqx.field(static=True)
     embedding_size: int = eqx.field(static=True)
 
-    def __init__(self, num_embeddings: int, embedding_size: int, *, std: float = 0.02, key: Key):
+    def __init__(
+        self, num_embeddings: int, embedding_size: int, *, std: float = 0.02, key: Key
+    ):
         self.weight = std * jax.random.normal(key, (num_embeddings, embedding_size))
         self.num_embeddings = num_embeddings
         self.embedding_size = embedding_size
@@ -64,10 +79,11 @@ class Embedding(eqx.Module):
         return jnp.take(self.weight, self.rows(ids), axis=0)
 
     def rows(self, ids: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Return the rows for these ids. An id in the padding is moved out of the table, because it is not a
-        token.
+        """Return the rows for these ids. An id in the padding is moved out of the
+        table, because it is not a token.
         """
-        num, num_rows = self.num_embeddings, self.weight.shape[0]
+        num = self.num_embeddings
+        num_rows = self.weight.shape[0]
         if num == num_rows:
             return ids
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
@@ -77,8 +93,8 @@ class Embedding(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer normalisation (Ba et al. 2016), with statistics in float32. Without `affine`, it has no
-    arrays."""
+    """Layer normalisation (Ba et al. 2016), with statistics in float32. Without
+    `affine`, it has no arrays."""
 
     weight: Float[Array, " size"] | None
     bias: Float[Array, " size"] | None
@@ -92,15 +108,17 @@ class LayerNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(
+            jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps
+        )
         if self.weight is not None and self.bias is not None:
             y = y * self.weight + self.bias
         return y.astype(x.dtype)
 
 
 class RMSNorm(eqx.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019), with statistics in float32. `offset` is added
-    to the weight. In Gemma, it is 1.
+    """Root mean square normalisation (Zhang and Sennrich 2019), with statistics in
+    float32. `offset` is added to the weight. In Gemma, it is 1.
     """
 
     weight: Float[Array, " size"]
@@ -109,21 +127,25 @@ class RMSNorm(eqx.Module):
 
     def __init__(self, size: int, *, eps: float = 1e-6, offset: float = 0.0):
         self.weight = jnp.full(size, 1 - offset)
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(
+            jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps
+        )
         if self.offset:
             return ((self.offset + self.weight) * y).astype(x.dtype)
         return self.weight.astype(x.dtype) * y.astype(x.dtype)
 
 
 class TiedHead(eqx.Module):
-    """A head that is built where `cross_entropy` needs it. Its weight and bias are elsewhere in the model: the
-    weight is the embedding table, for example.
+    """A head that is built where `cross_entropy` needs it. Its weight and bias are
+    elsewhere in the model: the weight is the embedding table, for example.
 
-    - `cap`: bounds the logits smoothly, before the bias is added: `cap * tanh(logits / cap)`.
+    - `cap`: bounds the logits smoothly, before the bias is added:
+        `cap * tanh(logits / cap)`.
     """
 
     weight: Float[Array, "vocab size"]

@@ -1,4 +1,5 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained instead of these."""
+"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections,
+trained instead of these."""
 
 import itertools
 import math
@@ -23,8 +24,9 @@ class LoRA(eqx.Module):
 
     The branch is computed in the wider of the dtypes; the output has that of the base.
 
-    The sharding rules recognise it: the factor that shares the split dim of the base is split in the same
-    way, and the other one is replicated. In stacked layers, all arrays have an additional leading dim.
+    The sharding rules recognise it: the factor that shares the split dim of the base is
+    split in the same way, and the other one is replicated. In stacked layers, all
+    arrays have an additional leading dim.
 
     - `base`: the projection.
     - `lora_a`: `(rank, in)`.
@@ -46,22 +48,28 @@ class LoRA(eqx.Module):
         """Apply the projection to the last dim."""
         low = jnp.einsum("...i,ri->...r", x, self.lora_a)
         output = self.base(x)
-        return (output + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)).astype(output.dtype)
+        return (
+            output + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
+        ).astype(output.dtype)
 
     def merge(self, *, wide: bool = False) -> Linear:
-        """Return the projection alone, with the branch added to its weight; in the wider of the dtypes if
-        `wide`."""
+        """Return the projection alone, with the branch added to its weight; in the
+        wider of the dtypes if `wide`."""
         weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
         weight = weight if wide else weight.astype(self.base.weight.dtype)
         return eqx.tree_at(lambda base: base.weight, self.base, weight)
 
 
-def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key) -> M:
-    """Add a LoRA branch to each of the chosen projections. The model's outputs do not change.
+def add_lora(
+    model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key
+) -> M:
+    """Add a LoRA branch to each of the chosen projections. The model's outputs do not
+    change.
 
-    The branches are new arrays without a layout. `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))`
-    places them on the model's devices. To train only the branches:
-    `rx.init_state(adapted, optimizer, key=key, trainable=lora_spec(adapted))`.
+    The branches are new arrays without a layout.
+    `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))` places them on the
+    model's devices. To train only the branches: `rx.init_state(adapted, optimizer,
+    key=key, trainable=lora_spec(adapted))`.
 
     **Arguments:**
 
@@ -71,14 +79,18 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
     - `scale`: the factor on the branches; `alpha / rank` in other libraries.
     - `key`: for the first factors. The second factors are zeros.
 
-    **Returns:** The model with the branches added. Its other leaves are the same arrays as before.
+    **Returns:** The model with the branches added. Its other leaves are the same arrays
+    as before.
 
-    **Raises:** `ValueError` if `rank` or `scale` is not positive, or a name matches no projection.
+    **Raises:** `ValueError` if `rank` or `scale` is not positive, or a name matches no
+    projection.
     """
     if rank < 1:
         raise ValueError(f"add_lora: rank={rank}, but it must be positive.")
     if not 0 < scale < math.inf:
-        raise ValueError(f"add_lora: scale={scale}, but it must be positive and finite.")
+        raise ValueError(
+            f"add_lora: scale={scale}, but it must be positive and finite."
+        )
     numbers = itertools.count()
 
     def branch(path: str, base: Linear) -> LoRA:
@@ -86,14 +98,21 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
         dtype = base.weight.dtype
         own = jax.random.fold_in(key, next(numbers))
         first = jax.random.normal(own, (*stack, rank, num_in), dtype) / num_in**0.5
-        return LoRA(base, first, jnp.zeros((*stack, num_out, rank), dtype), float(scale))
+        return LoRA(
+            base, first, jnp.zeros((*stack, num_out, rank), dtype), float(scale)
+        )
 
     return beside(model, targets, branch)
 
 
-def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoRA]) -> M:
-    """Return the model with `branch(path, projection)` in place of each projection of these names or paths."""
-    targets, found, others = set(targets), set[str](), set[str]()
+def beside(
+    model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoRA]
+) -> M:
+    """Return the model with `branch(path, projection)` in place of each projection of
+    these names or paths."""
+    targets = set(targets)
+    found = set[str]()
+    others = set[str]()
 
     def one(keypath: KeyPath, node: PyTree) -> PyTree:
         if not isinstance(node, Linear):
@@ -106,16 +125,20 @@ def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoR
         found.update((path, name))
         return branch(path, node)
 
-    adapted = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, Linear | LoRA))
+    adapted = jax.tree_util.tree_map_with_path(
+        one, model, is_leaf=lambda x: isinstance(x, Linear | LoRA)
+    )
     if missing := sorted(targets - found):
         raise ValueError(
-            f"LoRA: the model has no projections named {missing}, only {', '.join(sorted(others)) or 'none'}."
+            f"LoRA: the model has no projections named {missing}, only "
+            f"{', '.join(sorted(others)) or 'none'}."
         )
     return adapted
 
 
 def lora_spec(model: PyTree) -> PyTree:
-    """Return a tree of booleans: true for the factors of the branches, false for every other leaf.
+    """Return a tree of booleans: true for the factors of the branches, false for every
+    other leaf.
 
     Use it for `trainable` of `init_state`, or as a filter specification of Equinox.
     """
@@ -127,11 +150,13 @@ def lora_spec(model: PyTree) -> PyTree:
 
 
 def merge_lora(model: M) -> M:
-    """Return the model with its branches merged into its weights. The model has the same type and shapes as
-    before `add_lora`.
+    """Return the model with its branches merged into its weights. The model has the
+    same type and shapes as before `add_lora`.
     """
 
     def is_branch(node: PyTree) -> bool:
         return isinstance(node, LoRA)
 
-    return jax.tree.map(lambda node: node.merge() if is_branch(node) else node, model, is_leaf=is_branch)
+    return jax.tree.map(
+        lambda node: node.merge() if is_branch(node) else node, model, is_leaf=is_branch
+    )

@@ -1,4 +1,5 @@
-"""The base of models, with the keys of Hugging Face's files as paths, and its stack of layers."""
+"""The base of models, with the keys of Hugging Face's files as paths, and its stack of
+layers."""
 
 import dataclasses
 import functools
@@ -22,12 +23,14 @@ from redco_eqx_models._blocks.context import Cache, Context, Hidden, Ids, Memory
 class Options(TypedDict, total=False):
     """Options for running any model.
 
-    - `remat`: the choice of activations that the backward pass recomputes (see `scan_layers`). The default is
-        `none`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default, cuDNN's on GPUs in
-        half precision if there is no mask, bias or dropout, and XLA's otherwise.
-    - `sequence_parallel`: true to split the stream between layers over `tensor` along the token dimension, see
-        `scan_layers`. The number of tokens must divide evenly. Do not use it with a cache.
+    - `remat`: the choice of activations that the backward pass recomputes (see
+        `scan_layers`). The default is `none`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
+        default, cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
+        and XLA's otherwise.
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along
+        the token dimension, see `scan_layers`. The number of tokens must divide evenly.
+        Do not use it with a cache.
     """
 
     remat: Remat
@@ -38,9 +41,10 @@ class Options(TypedDict, total=False):
 class Model(eqx.Module):
     """A model that `load_pretrained` loads and `save_pretrained` writes.
 
-    A family declares `config`, a static field of its own `Config`, and its arrays under their names in files.
-    `Family(config, *, stacked=False, key, **options)` makes it, with `Options`; `stacked` is as for
-    `make_layers`, and all arrays are float32. The class variables describe the keys that differ from its paths.
+    A family declares `config`, a static field of its own `Config`, and its arrays under
+    their names in files. `Family(config, *, stacked=False, key, **options)` makes it,
+    with `Options`; `stacked` is as for `make_layers`, and all arrays are float32. The
+    class variables describe the keys that differ from its paths.
     """
 
     config: eqx.AbstractVar[Any]
@@ -51,37 +55,48 @@ class Model(eqx.Module):
     architecture: ClassVar[str | None] = None
     """The model's name in `config.json`, if its configuration serves several."""
     heads: ClassVar[tuple[str, ...]] = ()
-    """Modules that the files may lack. `load_pretrained` makes new ones if it has a key."""
+    """Modules that the files may lack. `load_pretrained` makes new ones if it has a
+    key."""
     stacks: ClassVar[tuple[str, ...]] = ()
     """Paths of the layers, as a list or stacked."""
     inner_stacks: ClassVar[tuple[str, ...]] = ()
-    """Paths inside of a layer, of modules whose arrays have a leading dim for the number of an expert."""
+    """Paths inside of a layer, of modules whose arrays have a leading dim for the
+    number of an expert."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}
-    """Modules that all layers share: their place in stacked layers, and in files, where the first layer has
-    them.
+    """Modules that all layers share: their place in stacked layers, and in files, where
+    the first layer has them.
     """
     fused: ClassVar[tuple[str, ...]] = ()
-    """Patterns (`re.search`) of the paths of arrays whose last two dims are one dim in files."""
+    """Patterns (`re.search`) of the paths of arrays whose last two dims are one dim in
+    files."""
     vocabulary: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the paths of modules whose arrays have a row per token, see `pad_vocabulary`."""
+    """Patterns of the paths of modules whose arrays have a row per token, see
+    `pad_vocabulary`."""
     prefixes: ClassVar[tuple[str, ...]] = ()
-    """The prefix that turns the keys of the bare model, as some files have them, into paths."""
+    """The prefix that turns the keys of the bare model, as some files have them, into
+    paths."""
     outer: ClassVar[tuple[str, ...]] = ()
     """The prefix of this model's keys in files of a larger model."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Patterns for parts of keys in old files, and their current names."""
     windowed: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the keys of matrices that old files store as convolutions of one pixel."""
+    """Patterns of the keys of matrices that old files store as convolutions of one
+    pixel."""
     ignored: ClassVar[tuple[str, ...]] = ()
-    """Patterns of keys in files that are not parameters of this model, or of a whole that it is a part of."""
+    """Patterns of keys in files that are not parameters of this model, or of a whole
+    that it is a part of."""
     dropped: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the keys of heads that this model does not have. `load_pretrained` warns about them."""
+    """Patterns of the keys of heads that this model does not have. `load_pretrained`
+    warns about them."""
     tied: ClassVar[Mapping[str, str]] = {}
-    """Heads that the model leaves out when the configuration ties them, and the table that each one uses."""
+    """Heads that the model leaves out when the configuration ties them, and the table
+    that each one uses."""
     tied_by_file: ClassVar[bool] = False
-    """True if the keys in the files decide `tie_word_embeddings`, whatever `config.json` says."""
+    """True if the keys in the files decide `tie_word_embeddings`, whatever
+    `config.json` says."""
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Paths of arrays that are never trained, see `init_state`; they are NumPy arrays."""
+    """Paths of arrays that are never trained, see `init_state`; they are NumPy
+    arrays."""
 
     def __init__(
         self,
@@ -91,7 +106,9 @@ class Model(eqx.Module):
         attention: Implementation | None = None,
         sequence_parallel: bool = False,
     ):
-        self.config, self.remat, self.attention = config, remat, attention
+        self.config = config
+        self.remat = remat
+        self.attention = attention
         self.sequence_parallel = sequence_parallel
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...] | None:
@@ -99,10 +116,14 @@ class Model(eqx.Module):
 
         `load_pretrained` traces this call to choose the layout.
 
-        By default, these are the tokens of a model with a vocabulary. `None` leaves the layout to the path
-        rules.
+        By default, these are the tokens of a model with a vocabulary. `None` leaves the
+        layout to the path rules.
         """
-        return None if getattr(self.config, "vocab_size", None) is None else (self.example_tokens(batch_size),)
+        return (
+            None
+            if getattr(self.config, "vocab_size", None) is None
+            else (self.example_tokens(batch_size),)
+        )
 
     def example_tokens(self, batch_size: int) -> jax.ShapeDtypeStruct:
         """Return an abstract array with at most 128 tokens in each row."""
@@ -111,26 +132,32 @@ class Model(eqx.Module):
 
 
 def _check_tokens(
-    input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
+    input_ids: Array,
+    attention_mask: Array | None,
+    max_positions: int | None,
+    cache: Cache | None = None,
 ) -> None:
-    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has the wrong shape, or a text is too long."""
+    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has the wrong shape, or
+    a text is too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
-            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
-            "A single text is input_ids[None]."
+            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be "
+            "integers, (batch, length). A single text is input_ids[None]."
         )
     num_slots = input_ids.shape[1] if cache is None else cache.mask.shape[1]
-    shape, by_token = input_ids.shape, (*input_ids.shape, num_slots)
+    shape = input_ids.shape
+    by_token = (*input_ids.shape, num_slots)
     if attention_mask is not None and attention_mask.shape not in (shape, by_token):
         raise ValueError(
-            f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
-            f"{shape}: 1 for each token, 0 for padding. Or {by_token}: what each token sees."
+            f"attention_mask has shape {attention_mask.shape}, but it must be that of "
+            f"input_ids, {shape}: 1 for each token, 0 for padding. Or {by_token}: what "
+            "each token sees."
         )
     is_branching = attention_mask is not None and attention_mask.ndim == 3
     if max_positions is not None and shape[1] > max_positions and not is_branching:
         raise ValueError(
-            f"input_ids has {shape[1]} tokens a row, but the model has a table of {max_positions} "
-            "positions. Truncate the texts, or pass them in parts."
+            f"input_ids has {shape[1]} tokens a row, but the model has a table of "
+            f"{max_positions} positions. Truncate the texts, or pass them in parts."
         )
 
 
@@ -143,35 +170,57 @@ def make_context(
     *,
     causal: bool = True,
 ) -> tuple[Context, Cache | None]:
-    """Make the context of some tokens, and the cache with these tokens but without their keys and values, which
-    the layers add. Raises `ValueError` for arrays that do not fit.
+    """Make the context of some tokens, and the cache with these tokens but without
+    their keys and values, which the layers add. Raises `ValueError` for arrays that do
+    not fit.
 
     **Arguments:**
 
-    - `model`: its `Options` say how to run the layers, and its configuration which of them have a window.
-    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, the slots (without
-        a cache: the tokens of this call) that each token sees.
+    - `model`: its `Options` say how to run the layers, and its configuration which of
+        them have a window.
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or
+        `(batch, t, slots)`, the slots (without a cache: the tokens of this call) that
+        each token sees.
     - `positions`: positions of the tokens; by default counted from the mask.
-    - `causal`: whether a token sees only the tokens up to itself, or, without a cache, all.
+    - `causal`: whether a token sees only the tokens up to itself, or, without a cache,
+        all.
     """
     _check_tokens(input_ids, attention_mask, model.config.max_positions, cache)
-    window, windowed = model.config.window, model.config.windowed
+    window = model.config.window
+    windowed = model.config.windowed
     sequence_parallel = model.sequence_parallel and cache is None
     size, num_tokens = input_ids.shape
     given = jnp.ones((size, num_tokens), bool)
     if attention_mask is not None and attention_mask.ndim == 2:
         given = attention_mask.astype(bool)
-    num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
-    if window is not None and attention_mask is None and positions is None and cache is None:
-        window = window if window < num_tokens else None  # a window as long as the text hides nothing
+    num_before = (
+        0
+        if cache is None
+        else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
+    )
+    if (
+        window is not None
+        and attention_mask is None
+        and positions is None
+        and cache is None
+    ):
+        # A window as long as the text hides nothing.
+        window = window if window < num_tokens else None
     if positions is None:
-        positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
+        positions = jnp.maximum(
+            num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0
+        )
     if cache is None:
-        valid, slot_positions, length, first = given, positions, None, jnp.zeros((), jnp.int32)
+        valid = given
+        slot_positions = positions
+        length = None
+        first = jnp.zeros((), jnp.int32)
     else:
         first = length = cache.length
         valid, slot_positions = (
-            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis=1)
+            jax.lax.dynamic_update_slice_in_dim(
+                old, new.astype(old.dtype), first, axis=1
+            )
             for old, new in ((cache.mask, given), (cache.positions, positions))
         )
         cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
@@ -185,8 +234,11 @@ def make_context(
         before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
         mask = before[None, None] & valid[:, None, None, :]
     near = mask
-    if mask is not None and window is not None:  # by position, because padding may lie between two slots
-        near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
+    if mask is not None and window is not None:
+        # By position, because padding may lie between two slots.
+        near = mask & (
+            slot_positions[:, None, None, :] > positions[:, None, :, None] - window
+        )
     context = Context(
         positions,
         near if windowed is None else mask,
@@ -209,11 +261,15 @@ def make_layers(
     key: Key,
     num_layers: int | None = None,
 ) -> PyTree:
-    """Call `make_layer(config, key=key)` `num_layers` times (`config.num_layers` by default).
+    """Call `make_layer(config, key=key)` `num_layers` times (`config.num_layers` by
+    default).
 
-    Return a list or, if `stacked`, one layer whose arrays have a leading dim for the layer number.
+    Return a list or, if `stacked`, one layer whose arrays have a leading dim for the
+    layer number.
     """
-    keys = jax.random.split(key, config.num_layers if num_layers is None else num_layers)
+    keys = jax.random.split(
+        key, config.num_layers if num_layers is None else num_layers
+    )
     if stacked:
         return eqx.filter_vmap(lambda key: make_layer(config, key=key))(keys)
     return [make_layer(config, key=key) for key in keys]
@@ -221,7 +277,11 @@ def make_layers(
 
 def count_layers(layers: PyTree) -> int:
     """Return the number of layers, in a list or stacked."""
-    return len(layers) if isinstance(layers, list) else next(iter(to_arrays(layers).values())).shape[0]
+    return (
+        len(layers)
+        if isinstance(layers, list)
+        else next(iter(to_arrays(layers).values())).shape[0]
+    )
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
@@ -235,16 +295,18 @@ def unstack(layers: PyTree) -> list[PyTree]:
 
 
 def _is_foreign(x: object) -> bool:
-    """True for a module of neither these libraries nor Equinox: it may depend on more than its arrays, or store
-    values."""
+    """True for a module of neither these libraries nor Equinox: it may depend on more
+    than its arrays, or store values."""
     own = ("redco_eqx", "redco_eqx_models", "equinox")
     return isinstance(x, eqx.Module) and type(x).__module__.partition(".")[0] not in own
 
 
 def _traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `run`. It traces `run` once for all parts that are equal but for their arrays."""
+    """Return a function like `run`. It traces `run` once for all parts that are equal
+    but for their arrays."""
 
-    # `jax.jit`, not `eqx.filter_jit`, whose cache would keep `run`, and the values that it captures, alive.
+    # `jax.jit`, not `eqx.filter_jit`, whose cache would keep `run`, and the values that
+    # it captures, alive.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def traced(static: Any, arrays: Any, flow: Any) -> Any:
         return run(eqx.combine(arrays, jax.tree.unflatten(*static)), flow)
@@ -267,20 +329,25 @@ def run_layers(
     key: Key | None,
     sums: Array | None = None,
 ) -> tuple[Hidden, tuple[Array, ...]]:
-    """Run all layers, one after another. Return the output, and the keys and values of the cache with these
-    tokens added. If you pass `sums`, also return it, with the third result of each layer added.
+    """Run all layers, one after another. Return the output, and the keys and values of
+    the cache with these tokens added. If you pass `sums`, also return it, with the
+    third result of each layer added.
 
-    Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one that `Context.attend`
-    takes and returns, or `None`, and `context.memory` has the layer's own keys and values.
+    Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one
+    that `Context.attend` takes and returns, or `None`, and `context.memory` has the
+    layer's own keys and values.
     """
-    num_layers, memory = count_layers(layers), context.memory
+    num_layers = count_layers(layers)
+    memory = context.memory
     keys = None if key is None else jax.random.split(key, num_layers)
 
     def one(given: Any, flow: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
         x, cached, sums = flow
         own = None if memory is None else Memory(*given["memory"], mask=memory.mask)
         own = dataclasses.replace(context, memory=own, layer=given["index"])
-        x, piece, *more = given["layer"](x, own, (*cached, given["index"]) if cached else None, given["key"])
+        x, piece, *more = given["layer"](
+            x, own, (*cached, given["index"]) if cached else None, given["key"]
+        )
         return x, piece[:2] if piece else (), None if sums is None else sums + more[0]
 
     further = {
@@ -289,13 +356,23 @@ def run_layers(
         "memory": None if memory is None else (memory.key, memory.value),
     }
     # The cache of all layers is changed in place, so its layout stays open (`None`).
-    options: Any = {"batched": (True, None, None), "sequence_parallel": context.sequence_parallel}
-    run, parts = functools.partial(scan_layers, one, remat=remat, **options), [{"layer": layers, **further}]
+    options: Any = {
+        "batched": (True, None, None),
+        "sequence_parallel": context.sequence_parallel,
+    }
+    run = functools.partial(scan_layers, one, remat=remat, **options)
+    parts = [{"layer": layers, **further}]
     if isinstance(layers, list):
-        has_foreign = any(map(_is_foreign, jax.tree.leaves(layers, is_leaf=_is_foreign)))
-        if isinstance(further["index"], Tracer) and not has_foreign:  # outside a trace, each call would compile
+        has_foreign = any(
+            map(_is_foreign, jax.tree.leaves(layers, is_leaf=_is_foreign))
+        )
+        if isinstance(further["index"], Tracer) and not has_foreign:
+            # Outside a trace, each call would compile.
             run = _traced_once(run)
-        parts = [[{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}] for i, x in enumerate(layers)]
+        parts = [
+            [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}]
+            for i, x in enumerate(layers)
+        ]
     flow = (x, () if cache is None else (cache.key, cache.value), sums)
     for part in parts:
         flow = run(part, flow)

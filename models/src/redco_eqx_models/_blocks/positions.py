@@ -1,5 +1,6 @@
-"""Positions in attention: rotary embeddings (Su et al. 2021) with the scalings of long-context checkpoints, and
-relative positions as a bias of the scores (Raffel et al. 2020, T5, section 2.1).
+"""Positions in attention: rotary embeddings (Su et al. 2021) with the scalings of
+long-context checkpoints, and relative positions as a bias of the scores (Raffel et al.
+2020, T5, section 2.1).
 """
 
 import dataclasses
@@ -21,7 +22,12 @@ from redco_eqx_models._blocks.layers import Embedding
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """The numbers that each type needs."""
@@ -31,23 +37,30 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 """More numbers that a type may have."""
 
-Rotation: TypeAlias = tuple[np.ndarray | Float[Array, " pairs"], float | Float[Array, ""]]
-"""Radians per position for each pair of features that turns, and the factor on these features."""
+Rotation: TypeAlias = tuple[
+    np.ndarray | Float[Array, " pairs"], float | Float[Array, ""]
+]
+"""Radians per position for each pair of features that turns, and the factor on these
+features."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """The conversion of positions into rotation angles.
 
-    - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per position.
-    - `rope_type`: `default`; `linear`, which divides all frequencies by `factor`; `llama3`, which divides those
-        with a wavelength beyond `original_max_position_embeddings / low_freq_factor` by `factor`, keeps those
-        within `original_max_position_embeddings / high_freq_factor`, and blends between; `yarn` (Peng et al.
-        2023), which divides the pairs that turn less than `beta_slow` times in the original length by `factor`,
-        keeps those that turn more than `beta_fast` times, blends between, and scales the features that turn.
-    - `partial_rotary_factor`: the part of the features of a head that turns, the first ones.
-    - `attention_factor`: the factor on the features that turn, of queries and of keys, with `yarn`; by default
-        it follows from `factor`, `mscale` and `mscale_all_dim`.
+    - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per
+        position.
+    - `rope_type`: `default`; `linear`, which divides all frequencies by `factor`;
+        `llama3`, which divides those with a wavelength beyond
+        `original_max_position_embeddings / low_freq_factor` by `factor`, keeps those
+        within `original_max_position_embeddings / high_freq_factor`, and blends
+        between; `yarn` (Peng et al. 2023), which divides the pairs that turn less than
+        `beta_slow` times in the original length by `factor`, keeps those that turn more
+        than `beta_fast` times, blends between, and scales the features that turn.
+    - `partial_rotary_factor`: the part of the features of a head that turns, the first
+        ones.
+    - `attention_factor`: the factor on the features that turn, of queries and of keys,
+        with `yarn`; by default it follows from `factor`, `mscale` and `mscale_all_dim`.
     """
 
     entries = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -66,7 +79,8 @@ class Rope:
     partial_rotary_factor: float = 1.0
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Return radians per position, for each pair of the features that turn of a head of `size`."""
+        """Return radians per position, for each pair of the features that turn of a
+        head of `size`."""
         size = int(size * self.partial_rotary_factor)
         base = self.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         if self.rope_type == "linear":
@@ -79,14 +93,20 @@ class Rope:
         if self.rope_type == "yarn":
             first = max(math.floor(self._pair_of(self.beta_fast, size)), 0)
             last = min(math.ceil(self._pair_of(self.beta_slow, size)), size - 1)
-            divided = np.clip((np.arange(size // 2) - first) / ((last - first) or 1e-3), 0, 1)
+            divided = np.clip(
+                (np.arange(size // 2) - first) / ((last - first) or 1e-3), 0, 1
+            )
             return (1 - divided) * base + divided * base / self.factor
         return base
 
     def _pair_of(self, num_turns: float, size: int) -> float:
         """Return the pair that turns `num_turns` times within the original length."""
         length = self.original_max_position_embeddings
-        return size * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        return (
+            size
+            * math.log(length / (num_turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )
 
     @property
     def scale(self) -> float:
@@ -104,59 +124,95 @@ class Rope:
         return magnitude(1.0)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json], default: "Rope | None" = None) -> "Rope":
-        """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5). If both
-        are there, only `rope_scaling` counts, as in transformers. `default` gives the base and the rotated part
-        if the file does not, and the scaling if the file has neither.
+    def from_json(
+        cls, raw: Mapping[str, Json], default: "Rope | None" = None
+    ) -> "Rope":
+        """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`
+        (transformers 5). If both are there, only `rope_scaling` counts, as in
+        transformers. `default` gives the base and the rotated part if the file does
+        not, and the scaling if the file has neither.
 
-        Raises `ValueError` for a rope type that is not supported, or one that lacks a number.
+        Raises `ValueError` for a rope type that is not supported, or one that lacks a
+        number.
         """
         default = default or cls()
         name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         part: Any = raw.get(name) or {}
-        if not isinstance(part, Mapping) or any(isinstance(x, Mapping) for x in part.values()):
+        if not isinstance(part, Mapping) or any(
+            isinstance(x, Mapping) for x in part.values()
+        ):
             raise ValueError(
-                f"config.json: {name}={part!r}, but it must be one object of numbers; another for each kind of "
-                "layer is not supported."
+                f"config.json: {name}={part!r}, but it must be one object of numbers; "
+                "another for each kind of layer is not supported."
             )
         if not raw.keys() & {"rope_scaling", "rope_parameters"}:
             part = default.to_json()["rope_scaling"] or {}
-        alone = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+        alone = {
+            name: raw[name]
+            for name in ("rope_theta", "partial_rotary_factor")
+            if name in raw
+        }
         length = "original_max_position_embeddings"
-        given: dict[str, Any] = {length: raw.get("max_position_embeddings"), **alone, **part}
+        given: dict[str, Any] = {
+            length: raw.get("max_position_embeddings"),
+            **alone,
+            **part,
+        }
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"config.json: the rope type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}. "
-                "The logits would be wrong without it."
+                f"config.json: the rope type {rope_type!r} is not supported, only "
+                f"{', '.join(ROPE_TYPES)}. The logits would be wrong without it."
             )
         missing = [name for name in ROPE_TYPES[rope_type] if given.get(name) is None]
         if missing:
             raise ValueError(
-                f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters or "
-                "rope_scaling, which is missing."
+                f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} "
+                "in rope_parameters or rope_scaling, which is missing."
             )
         if given.get("truncate") not in (None, True):
-            raise ValueError("config.json: truncate of yarn is not supported, only true.")
-        known = ("rope_theta", "partial_rotary_factor", *ROPE_TYPES[rope_type], *OPTIONAL.get(rope_type, ()))
+            raise ValueError(
+                "config.json: truncate of yarn is not supported, only true."
+            )
+        known = (
+            "rope_theta",
+            "partial_rotary_factor",
+            *ROPE_TYPES[rope_type],
+            *OPTIONAL.get(rope_type, ()),
+        )
         numbers = {name: given[name] for name in known if given.get(name) is not None}
         for name, x in numbers.items():
             if isinstance(x, bool) or not isinstance(x, int | float) or x <= 0:
-                raise ValueError(f"config.json: {name}={x!r}, but it must be a positive number.")
+                raise ValueError(
+                    f"config.json: {name}={x!r}, but it must be a positive number."
+                )
         if numbers.get("partial_rotary_factor", 1) > 1:
             raise ValueError("config.json: partial_rotary_factor must be at most 1.")
         values: dict[str, Any] = {name: float(x) for name, x in numbers.items()}
         theta = values.pop("rope_theta", default.theta)
         if length in values:
             values[length] = int(values[length])
-        return cls(theta, rope_type, **{"partial_rotary_factor": default.partial_rotary_factor, **values})
+        return cls(
+            theta,
+            rope_type,
+            **{"partial_rotary_factor": default.partial_rotary_factor, **values},
+        )
 
     def to_json(self) -> dict[str, Json]:
-        """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
+        """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and
+        `rope_scaling` of 4."""
         names = (*ROPE_TYPES[self.rope_type], *OPTIONAL.get(self.rope_type, ()))
-        numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        numbers = {
+            name: getattr(self, name)
+            for name in names
+            if getattr(self, name) is not None
+        }
         scaling = {"rope_type": self.rope_type, **numbers}
-        part = {} if (x := self.partial_rotary_factor) == 1 else {"partial_rotary_factor": x}
+        part = (
+            {}
+            if (x := self.partial_rotary_factor) == 1
+            else {"partial_rotary_factor": x}
+        )
         return {
             "rope_theta": self.theta,
             "rope_scaling": scaling if numbers else None,
@@ -173,35 +229,53 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "b t h d"]:
-    """Turn the first `2 * len(frequencies)` features of each head; the others do not change.
+    """Turn the first `2 * len(frequencies)` features of each head; the others do not
+    change.
 
     **Arguments:**
 
     - `scale`: the factor on the features that turn.
-    - `interleaved`: true if the two features of a pair are neighbours (GPT-J), false if one is in the first
-        half and one in the second (LLaMA).
+    - `interleaved`: true if the two features of a pair are neighbours (GPT-J), false if
+        one is in the first half and one in the second (LLaMA).
     """
     size = 2 * len(frequencies)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions[:, :, None, None].astype(dtype) * jnp.asarray(frequencies, dtype)
-    cos, sin = scale * jnp.cos(angles), scale * jnp.sin(angles)
-    pattern = "b t h (i two) -> two b t h i" if interleaved else "b t h (two i) -> two b t h i"
+    cos = scale * jnp.cos(angles)
+    sin = scale * jnp.sin(angles)
+    pattern = (
+        "b t h (i two) -> two b t h i"
+        if interleaved
+        else "b t h (two i) -> two b t h i"
+    )
     first, second = rearrange(x[..., :size].astype(dtype), pattern, two=2)
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
-    back = "two b t h i -> b t h (i two)" if interleaved else "two b t h i -> b t h (two i)"
-    return jnp.concatenate([rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1)
+    back = (
+        "two b t h i -> b t h (i two)"
+        if interleaved
+        else "two b t h i -> b t h (two i)"
+    )
+    return jnp.concatenate(
+        [rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1
+    )
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-    """Return the bucket of each distance from 0 to `max_distance`. The latter is always in the last bucket.
+    """Return the bucket of each distance from 0 to `max_distance`. The latter is always
+    in the last bucket.
 
     Half of the buckets have one distance each; the other half grow logarithmically.
     """
     num_exact = num_buckets // 2
     distance = np.arange(max_distance + 1)
-    # In float32, because the models were trained with the rounding of float32 at the borders between buckets.
+    # In float32, because the models were trained with the rounding of float32 at the
+    # borders between buckets.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(num_exact)
-    growth = np.log(ratio) / np.float32(np.log(max_distance / num_exact)) * np.float32(num_buckets - num_exact)
+    growth = (
+        np.log(ratio)
+        / np.float32(np.log(max_distance / num_exact))
+        * np.float32(num_buckets - num_exact)
+    )
     beyond = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
     return np.where(distance < num_exact, distance, beyond).astype(np.int32)
 
@@ -215,29 +289,35 @@ def relative_bias(
     max_distance: int,
     batch_size: int = 1,
 ) -> Float[Array, "n heads t s"]:
-    """Return the bias on the scores of each head, from the distance between the two tokens.
+    """Return the bias on the scores of each head, from the distance between the two
+    tokens.
 
     Compute it once, and pass it to all layers as `Context.bias`.
 
-    If all rows share their positions, the bias on a mesh has a row per part of the batch. Each device
-    therefore adds its gradients, which have the size of the scores, over the layers, and computes the
-    gradient of the table. Only the table's gradient is reduced.
+    If all rows share their positions, the bias on a mesh has a row per part of the
+    batch. Each device therefore adds its gradients, which have the size of the scores,
+    over the layers, and computes the gradient of the table. Only the table's gradient
+    is reduced.
 
     **Arguments:**
 
     - `table`: a row per bucket, a column per head.
-    - `query`, `key`: positions of the tokens, in one row if all rows share them. Padding may be counted or not,
-        because only differences matter.
-    - `bidirectional`: true if the second half of the buckets is for the tokens after a token (an encoder).
-        Otherwise, all tokens after it have the bucket of distance 0.
+    - `query`, `key`: positions of the tokens, in one row if all rows share them.
+        Padding may be counted or not, because only differences matter.
+    - `bidirectional`: true if the second half of the buckets is for the tokens after a
+        token (an encoder). Otherwise, all tokens after it have the bucket of distance
+        0.
     - `max_distance`: all distances beyond it share the last bucket.
-    - `batch_size`: the number of rows of the batch. From positions in one row, the bias has one row for each
-        part of the batch on the mesh, or a single row if the batch does not divide evenly.
+    - `batch_size`: the number of rows of the batch. From positions in one row, the bias
+        has one row for each part of the batch on the mesh, or a single row if the batch
+        does not divide evenly.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
     distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
-    buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[jnp.minimum(distance, max_distance)]
+    buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[
+        jnp.minimum(distance, max_distance)
+    ]
     if bidirectional:
         buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
     if len(buckets) > 1:
@@ -246,7 +326,9 @@ def relative_bias(
     return jnp.moveaxis(weights, -1, 1)
 
 
-def _for_each_part(weight: Float[Array, "buckets heads"], batch_size: int) -> Float[Array, "n buckets heads"]:
+def _for_each_part(
+    weight: Float[Array, "buckets heads"], batch_size: int
+) -> Float[Array, "n buckets heads"]:
     axes = activation_axes(weight, num_rows=batch_size)
     if axes is None or axes.rows is None:
         return weight[None]

@@ -1,4 +1,5 @@
-"""Attention of pixels over each other and over a text, and the stages of a UNet and of an autoencoder."""
+"""Attention of pixels over each other and over a text, and the stages of a UNet and of
+an autoencoder."""
 
 import dataclasses
 import itertools
@@ -17,7 +18,14 @@ from redco_eqx_models._blocks.attention import Implementation, attend, split_hea
 from redco_eqx_models._blocks.context import Hidden
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.layers import LayerNorm, Linear
-from redco_eqx_models._diffusion.layers import Conv, Downsample, GroupNorm, ResnetBlock, Upsample, make_linear
+from redco_eqx_models._diffusion.layers import (
+    Conv,
+    Downsample,
+    GroupNorm,
+    ResnetBlock,
+    Upsample,
+    make_linear,
+)
 
 
 def to_tokens(x: Float[Array, "b c h w"]) -> Float[Array, "b t c"]:
@@ -25,7 +33,9 @@ def to_tokens(x: Float[Array, "b c h w"]) -> Float[Array, "b t c"]:
     return rearrange(x, "b c h w -> b (h w) c")
 
 
-def to_image(x: Float[Array, "b t c"], like: Float[Array, "b _ h w"]) -> Float[Array, "b c h w"]:
+def to_image(
+    x: Float[Array, "b t c"], like: Float[Array, "b _ h w"]
+) -> Float[Array, "b c h w"]:
     """Restore an image with the height and width of `like`."""
     return rearrange(x, "b (h w) c -> b c h w", h=like.shape[2])
 
@@ -39,7 +49,15 @@ class Attention(eqx.Module):
     to_out: list[Linear]
     num_heads: int = eqx.field(static=True)
 
-    def __init__(self, size: int, memory_size: int, num_heads: int, *, use_bias: bool = False, key: Key):
+    def __init__(
+        self,
+        size: int,
+        memory_size: int,
+        num_heads: int,
+        *,
+        use_bias: bool = False,
+        key: Key,
+    ):
         q_key, k_key, v_key, out_key = jax.random.split(key, 4)
         self.to_q = make_linear(size, size, use_bias=use_bias, key=q_key)
         self.to_k = make_linear(memory_size, size, use_bias=use_bias, key=k_key)
@@ -47,13 +65,17 @@ class Attention(eqx.Module):
         self.to_out = [make_linear(size, size, key=out_key)]
         self.num_heads = num_heads
 
-    def read(self, x: Hidden, memory: Float[Array, "b s _"] | None, given: "Given") -> Hidden:
-        """Compute the attention of the tokens `x` over `memory`, or over themselves without it."""
+    def read(
+        self, x: Hidden, memory: Float[Array, "b s _"] | None, given: "Given"
+    ) -> Hidden:
+        """Compute the attention of the tokens `x` over `memory`, or over themselves
+        without it."""
         unit = self.to_q.out_features // self.num_heads
         if memory is None:
             projected = column(x, self.to_q, self.to_k, self.to_v, unit=unit)
         else:
-            # A text is short, so a layout may split keys and values by its features alone: follow that layout.
+            # A text is short, so a layout may split keys and values by its features
+            # alone: follow that layout.
             projected = self.to_q(x), self.to_k(memory), self.to_v(memory)
         q, k, v = (split_heads(y, unit) for y in projected)
         heads = attend(q, k, v, causal=False, implementation=given.attention)
@@ -69,13 +91,15 @@ class PixelAttention(Attention):
         super().__init__(channels, channels, 1, use_bias=True, key=key)
         self.group_norm = GroupNorm(num_groups, channels, eps=eps)
 
-    def __call__(self, x: Float[Array, "b c h w"], given: "Given") -> Float[Array, "b c h w"]:
+    def __call__(
+        self, x: Float[Array, "b c h w"], given: "Given"
+    ) -> Float[Array, "b c h w"]:
         return x + to_image(self.read(to_tokens(self.group_norm(x)), None, given), x)
 
 
 class GEGLU(eqx.Module):
-    """A gated layer (Shazeer 2020). Files store both matrices as one; here they are separate, so that each is
-    split evenly.
+    """A gated layer (Shazeer 2020). Files store both matrices as one; here they are
+    separate, so that each is split evenly.
     """
 
     value: Linear
@@ -92,15 +116,19 @@ class GEGLU(eqx.Module):
 
 
 class FeedForward(eqx.Module):
-    """A GEGLU four times as wide, and a projection back. Files number the two with an unused dropout between
-    them.
+    """A GEGLU four times as wide, and a projection back. Files number the two with an
+    unused dropout between them.
     """
 
     net: tuple[GEGLU, None, Linear]
 
     def __init__(self, size: int, *, key: Key):
         in_key, out_key = jax.random.split(key)
-        self.net = (GEGLU(size, 4 * size, key=in_key), None, make_linear(4 * size, size, key=out_key))
+        self.net = (
+            GEGLU(size, 4 * size, key=in_key),
+            None,
+            make_linear(4 * size, size, key=out_key),
+        )
 
     def __call__(self, x: Hidden) -> Hidden:
         opening, _, closing = self.net
@@ -108,7 +136,8 @@ class FeedForward(eqx.Module):
 
 
 class TransformerBlock(eqx.Module):
-    """Self-attention, attention over the text, and an MLP, each with a norm before it, added to the stream."""
+    """Self-attention, attention over the text, and an MLP, each with a norm before it,
+    added to the stream."""
 
     norm1: LayerNorm
     attn1: Attention
@@ -119,7 +148,9 @@ class TransformerBlock(eqx.Module):
 
     def __init__(self, size: int, text_size: int, num_heads: int, *, key: Key):
         self_key, text_key, mlp_key = jax.random.split(key, 3)
-        self.norm1, self.norm2, self.norm3 = LayerNorm(size), LayerNorm(size), LayerNorm(size)
+        self.norm1 = LayerNorm(size)
+        self.norm2 = LayerNorm(size)
+        self.norm3 = LayerNorm(size)
         self.attn1 = Attention(size, size, num_heads, key=self_key)
         self.attn2 = Attention(size, text_size, num_heads, key=text_key)
         self.ff = FeedForward(size, key=mlp_key)
@@ -131,9 +162,11 @@ class TransformerBlock(eqx.Module):
 
 
 class SpatialTransformer(eqx.Module):
-    """Transformer blocks over the pixels of an image, between two projections, added to the image.
+    """Transformer blocks over the pixels of an image, between two projections, added to
+    the image.
 
-    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same numbers in a different shape.
+    - `proj_in`, `proj_out`: Linear layers, or convolutions of one pixel: the same
+        numbers in a different shape.
     """
 
     norm: GroupNorm
@@ -156,17 +189,27 @@ class SpatialTransformer(eqx.Module):
 
         def project(key: Key) -> Linear | Conv:
             return (
-                make_linear(channels, channels, key=key) if is_linear else Conv(channels, channels, 1, key=key)
+                make_linear(channels, channels, key=key)
+                if is_linear
+                else Conv(channels, channels, 1, key=key)
             )
 
         self.norm = GroupNorm(num_groups, channels, eps=1e-6)
         self.proj_in = project(in_key)
-        self.transformer_blocks = [TransformerBlock(channels, text_size, num_heads, key=key) for key in keys]
+        self.transformer_blocks = [
+            TransformerBlock(channels, text_size, num_heads, key=key) for key in keys
+        ]
         self.proj_out = project(out_key)
 
-    def __call__(self, x: Float[Array, "b c h w"], given: "Given") -> Float[Array, "b c h w"]:
+    def __call__(
+        self, x: Float[Array, "b c h w"], given: "Given"
+    ) -> Float[Array, "b c h w"]:
         y = self.norm(x)
-        y = to_tokens(self.proj_in(y)) if isinstance(self.proj_in, Conv) else self.proj_in(to_tokens(y))
+        y = (
+            to_tokens(self.proj_in(y))
+            if isinstance(self.proj_in, Conv)
+            else self.proj_in(to_tokens(y))
+        )
         for block in self.transformer_blocks:
             y = block(y, given)
         if isinstance(self.proj_out, Conv):
@@ -185,7 +228,8 @@ MakeAttention: TypeAlias = Callable[..., AnyAttention]
 class Given:
     """The inputs of every stage besides the image.
 
-    - `time`, `text`: the features that condition the denoising; `None` in an autoencoder.
+    - `time`, `text`: the features that condition the denoising; `None` in an
+        autoencoder.
     - `attention`, `remat`: options for running the model, see `Options`.
     """
 
@@ -202,8 +246,8 @@ class Given:
         key: Key | None,
         skip: Float[Array, "b skipped h w"] | None = None,
     ) -> Float[Array, "b out h w"]:
-        """Apply a residual block to the image (and an earlier image beside it), and then the attention. Both
-        are recomputed together.
+        """Apply a residual block to the image (and an earlier image beside it), and
+        then the attention. Both are recomputed together.
         """
 
         def one(layer: tuple, x: Array) -> Array:
@@ -215,18 +259,23 @@ class Given:
         return scan_layers(one, [(resnet, attention, skip)], x, remat=self.remat)
 
     def resize(
-        self, layer: Downsample | Upsample, x: Float[Array, "b c _ _"], *size: tuple[int, int]
+        self,
+        layer: Downsample | Upsample,
+        x: Float[Array, "b c _ _"],
+        *size: tuple[int, int],
     ) -> Float[Array, "b c _ _"]:
-        """Make a smaller image, or a larger one of this size. Keep all its channels whole, because other layers
-        read it, too.
+        """Make a smaller image, or a larger one of this size. Keep all its channels
+        whole, because other layers read it, too.
         """
-        return scan_layers(lambda layer, x: layer(x, *size), [layer], x, remat=self.remat)
+        return scan_layers(
+            lambda layer, x: layer(x, *size), [layer], x, remat=self.remat
+        )
 
 
 class Stage(eqx.Module):
-    """Residual blocks at one size of images, each followed by attention if the stage has it. In the middle, the
-    last has none. On the way down, all stages except the last then halve the size. On the way up, they enlarge
-    it.
+    """Residual blocks at one size of images, each followed by attention if the stage
+    has it. In the middle, the last has none. On the way down, all stages except the
+    last then halve the size. On the way up, they enlarge it.
     """
 
     resnets: list[ResnetBlock]
@@ -248,15 +297,26 @@ class Stage(eqx.Module):
     ):
         resnets_key, attentions_key, last_key = jax.random.split(key, 3)
         keys = jax.random.split(resnets_key, len(num_in))
-        self.resnets = [make_resnet(num, num_out, key=key) for num, key in zip(num_in, keys)]
+        self.resnets = [
+            make_resnet(num, num_out, key=key) for num, key in zip(num_in, keys)
+        ]
         keys = jax.random.split(attentions_key, len(num_in) - is_middle)
-        self.attentions = None if make_attention is None else [make_attention(key=key) for key in keys]
+        self.attentions = (
+            None
+            if make_attention is None
+            else [make_attention(key=key) for key in keys]
+        )
         halves = padding is not None
-        self.downsamplers = [Downsample(num_out, padding=padding, key=last_key)] if halves else None
+        self.downsamplers = (
+            [Downsample(num_out, padding=padding, key=last_key)] if halves else None
+        )
         self.upsamplers = [Upsample(num_out, key=last_key)] if enlarges else None
 
-    def down(self, x: Float[Array, "b c h w"], given: Given, key: Key | None) -> list[Float[Array, "b _ _ _"]]:
-        """Return the output of each residual block (with its attention), and the smaller image last."""
+    def down(
+        self, x: Float[Array, "b c h w"], given: Given, key: Key | None
+    ) -> list[Float[Array, "b _ _ _"]]:
+        """Return the output of each residual block (with its attention), and the
+        smaller image last."""
         outputs: list[Array] = []
         for resnet, attention, own in self._layers(key):
             x = given.run(resnet, attention, x, own)
@@ -273,14 +333,19 @@ class Stage(eqx.Module):
         size: tuple[int, int] | None,
         key: Key | None,
     ) -> Float[Array, "b _ _ _"]:
-        """Return the image at the given `size`, after residual blocks that each read one of `skips`."""
-        for (resnet, attention, own), skip in zip(self._layers(key), skips, strict=True):
+        """Return the image at the given `size`, after residual blocks that each read
+        one of `skips`."""
+        for (resnet, attention, own), skip in zip(
+            self._layers(key), skips, strict=True
+        ):
             x = given.run(resnet, attention, x, own, skip)
         if self.upsamplers is None:
             return x
         size = (2 * x.shape[2], 2 * x.shape[3]) if size is None else size
         return given.resize(self.upsamplers[0], x, size)
 
-    def _layers(self, key: Key | None) -> list[tuple[ResnetBlock, AnyAttention | None, Key | None]]:
+    def _layers(
+        self, key: Key | None
+    ) -> list[tuple[ResnetBlock, AnyAttention | None, Key | None]]:
         keys = split_key(key, len(self.resnets))
         return list(itertools.zip_longest(self.resnets, self.attentions or [], keys))

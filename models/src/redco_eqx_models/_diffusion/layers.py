@@ -1,4 +1,5 @@
-"""Layers of images: convolutions, norms, residual blocks, changes of size, and the diffusion time."""
+"""Layers of images: convolutions, norms, residual blocks, changes of size, and the
+diffusion time."""
 
 import math
 
@@ -13,13 +14,23 @@ from redco_eqx_models._blocks.dropout import dropout
 from redco_eqx_models._blocks.layers import Linear
 
 
-def make_linear(in_features: int, out_features: int, *, use_bias: bool = True, key: Key) -> Linear:
-    """Make a Linear whose initial weights have the variance that diffusers uses, `1 / (3 * in_features)`."""
-    return Linear(in_features, out_features, use_bias=use_bias, std=(3 * in_features) ** -0.5, key=key)
+def make_linear(
+    in_features: int, out_features: int, *, use_bias: bool = True, key: Key
+) -> Linear:
+    """Make a Linear whose initial weights have the variance that diffusers uses,
+    `1 / (3 * in_features)`."""
+    return Linear(
+        in_features,
+        out_features,
+        use_bias=use_bias,
+        std=(3 * in_features) ** -0.5,
+        key=key,
+    )
 
 
 class Conv(eqx.Module):
-    """A convolution of images `(batch, channels, height, width)`, with the weight stored as in files.
+    """A convolution of images `(batch, channels, height, width)`, with the weight
+    stored as in files.
 
     - `padding`: rows and columns of zeros before and after, equal in both dims.
     """
@@ -41,7 +52,9 @@ class Conv(eqx.Module):
         key: Key,
     ):
         shape = (out_channels, in_channels, size, size)
-        self.weight = (3 * in_channels * size**2) ** -0.5 * jax.random.normal(key, shape)
+        self.weight = (3 * in_channels * size**2) ** -0.5 * jax.random.normal(
+            key, shape
+        )
         self.bias = jnp.zeros(out_channels)
         self.kernel_size = (size, size)
         self.stride = stride
@@ -67,34 +80,45 @@ class GroupNorm(eqx.Module):
     eps: float = eqx.field(static=True)
 
     def __init__(self, num_groups: int, num_channels: int, *, eps: float):
-        self.weight, self.bias = jnp.ones(num_channels), jnp.zeros(num_channels)
-        self.num_groups, self.eps = num_groups, eps
+        self.weight = jnp.ones(num_channels)
+        self.bias = jnp.zeros(num_channels)
+        self.num_groups = num_groups
+        self.eps = eps
 
-    def __call__(self, x: Float[Array, "b channels h w"]) -> Float[Array, "b channels h w"]:
+    def __call__(
+        self, x: Float[Array, "b channels h w"]
+    ) -> Float[Array, "b channels h w"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = rearrange(y, "b (g c) h w -> b g c h w", g=self.num_groups)
         y = y - jnp.mean(y, axis=(2, 3, 4), keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=(2, 3, 4), keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(
+            jnp.mean(jnp.square(y), axis=(2, 3, 4), keepdims=True) + self.eps
+        )
         y = rearrange(y, "b g c h w -> b (g c) h w")
-        return (y * self.weight[:, None, None] + self.bias[:, None, None]).astype(x.dtype)
+        return (y * self.weight[:, None, None] + self.bias[:, None, None]).astype(
+            x.dtype
+        )
 
 
 def sinusoids(
     timesteps: Int[Array, " b"], size: int, *, flip_sin_to_cos: bool, freq_shift: int
 ) -> Float[Array, "b {size}"]:
-    """Compute sines and cosines of each time at `size // 2` frequencies, from 1 down to about 1 / 10,000, in
-    float32.
+    """Compute sines and cosines of each time at `size // 2` frequencies, from 1 down to
+    about 1 / 10,000, in float32.
 
-    The frequencies of denoising diffusion (Ho et al. 2020, appendix B) end at exactly 1 / 10,000: that is a
-    `freq_shift` of 1.
+    The frequencies of denoising diffusion (Ho et al. 2020, appendix B) end at exactly 1
+    / 10,000: that is a `freq_shift` of 1.
 
     **Arguments:**
 
     - `flip_sin_to_cos`: true if the cosines come first.
-    - `freq_shift`: the number subtracted from the number of frequencies in the spacing of their exponents.
+    - `freq_shift`: the number subtracted from the number of frequencies in the spacing
+        of their exponents.
     """
     num = size // 2
-    frequencies = jnp.exp(-math.log(10_000) / (num - freq_shift) * jnp.arange(num, dtype=jnp.float32))
+    frequencies = jnp.exp(
+        -math.log(10_000) / (num - freq_shift) * jnp.arange(num, dtype=jnp.float32)
+    )
     angles = timesteps.astype(jnp.float32)[:, None] * frequencies
     parts = [jnp.sin(angles), jnp.cos(angles)]
     return jnp.concatenate(parts[::-1] if flip_sin_to_cos else parts, axis=-1)
@@ -116,7 +140,8 @@ class TimeEmbedding(eqx.Module):
 
 
 class ResnetBlock(eqx.Module):
-    """Two convolutions, each after a norm and a nonlinearity, with the time embedding added between them.
+    """Two convolutions, each after a norm and a nonlinearity, with the time embedding
+    added between them.
 
     - `time_emb_proj`: `None` if there is no time embedding, as in an autoencoder.
     - `conv_shortcut`: `None` if the number of channels does not change.
@@ -144,15 +169,24 @@ class ResnetBlock(eqx.Module):
         first_key, time_key, second_key, shortcut_key = jax.random.split(key, 4)
         self.norm1 = GroupNorm(num_groups, in_channels, eps=eps)
         self.conv1 = Conv(in_channels, out_channels, 3, key=first_key)
-        self.time_emb_proj = None if time_size is None else make_linear(time_size, out_channels, key=time_key)
+        self.time_emb_proj = (
+            None
+            if time_size is None
+            else make_linear(time_size, out_channels, key=time_key)
+        )
         self.norm2 = GroupNorm(num_groups, out_channels, eps=eps)
         self.conv2 = Conv(out_channels, out_channels, 3, key=second_key)
         keeps = in_channels == out_channels
-        self.conv_shortcut = None if keeps else Conv(in_channels, out_channels, 1, key=shortcut_key)
+        self.conv_shortcut = (
+            None if keeps else Conv(in_channels, out_channels, 1, key=shortcut_key)
+        )
         self.dropout = eqx.nn.Dropout(dropout)
 
     def __call__(
-        self, x: Float[Array, "b in h w"], time: Float[Array, "b size"] | None, key: Key | None
+        self,
+        x: Float[Array, "b in h w"],
+        time: Float[Array, "b size"] | None,
+        key: Key | None,
     ) -> Float[Array, "b out h w"]:
         y = self.conv1(jax.nn.silu(self.norm1(x)))
         if self.time_emb_proj is not None and time is not None:
@@ -181,8 +215,11 @@ class Upsample(eqx.Module):
     def __init__(self, channels: int, *, key: Key):
         self.conv = Conv(channels, channels, 3, key=key)
 
-    def __call__(self, x: Float[Array, "b c _ _"], size: tuple[int, int]) -> Float[Array, "b c _ _"]:
-        """Return the image resized to this height and width, each at most twice the original."""
+    def __call__(
+        self, x: Float[Array, "b c _ _"], size: tuple[int, int]
+    ) -> Float[Array, "b c _ _"]:
+        """Return the image resized to this height and width, each at most twice the
+        original."""
         for dim, num in zip((2, 3), size):
             if num == 2 * x.shape[dim]:
                 x = jnp.repeat(x, 2, axis=dim)

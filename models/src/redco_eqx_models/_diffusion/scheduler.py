@@ -1,4 +1,5 @@
-"""The base of diffusion schedulers: the noise at each timestep, their files, and the whole trajectory."""
+"""The base of diffusion schedulers: the noise at each timestep, their files, and the
+whole trajectory."""
 
 import abc
 import dataclasses
@@ -26,7 +27,8 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 class Trajectory(NamedTuple):
-    """The values passed from step to step: `sample`, and other values that a scheduler remembers."""
+    """The values passed from step to step: `sample`, and other values that a scheduler
+    remembers."""
 
     sample: Sample
     memory: PyTree = ()
@@ -36,26 +38,31 @@ class Trajectory(NamedTuple):
 class Scheduler(Entries, abc.ABC):
     """A scheduler adds noise to training samples, and removes noise step by step.
 
-    Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and has no
-    state, so you can pass it to a compiled function as a static argument. A whole trajectory is one `lax.scan`:
+    Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no
+    arrays and has no state, so you can pass it to a compiled function as a static
+    argument. A whole trajectory is one `lax.scan`:
 
     ```python
     def take(trajectory, step):
-        return scheduler.step(step, predict(trajectory.sample, step.timestep), trajectory), None
+        predicted = predict(trajectory.sample, step.timestep)
+        return scheduler.step(step, predicted, trajectory), None
 
     trajectory, _ = jax.lax.scan(take, scheduler.start(noise), scheduler.steps(50))
     ```
 
-    With `a` the product of `1 - beta` up to a timestep, a noisy sample is `sqrt(a) clean + sqrt(1 - a) noise`.
+    With `a` the product of `1 - beta` up to a timestep, a noisy sample is
+    `sqrt(a) clean + sqrt(1 - a) noise`.
 
     - `num_train_timesteps`: the number of noise levels, from 0 on.
-    - `beta_schedule`: the schedule of the variances: `linear` or `scaled_linear` (linear in the root) from
-        `beta_start` to `beta_end`, or `squaredcos_cap_v2` (Nichol and Dhariwal 2021).
-    - `prediction_type`: the model's output: the noise (`epsilon`); `v_prediction`, see `target`; or the clean
-        `sample`.
-    - `timestep_spacing`, `steps_offset`: the choice of a trajectory's timesteps (Lin et al. 2024, table 2).
-    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged. Those of other
-        schedulers have no effect, as in diffusers.
+    - `beta_schedule`: the schedule of the variances: `linear` or `scaled_linear`
+        (linear in the root) from `beta_start` to `beta_end`, or `squaredcos_cap_v2`
+        (Nichol and Dhariwal 2021).
+    - `prediction_type`: the model's output: the noise (`epsilon`); `v_prediction`, see
+        `target`; or the clean `sample`.
+    - `timestep_spacing`, `steps_offset`: the choice of a trajectory's timesteps (Lin et
+        al. 2024, table 2).
+    - `rest`: the entries of the file that are not fields here, as JSON, written back
+        unchanged. Those of other schedulers have no effect, as in diffusers.
     """
 
     file = "scheduler_config.json"
@@ -76,7 +83,10 @@ class Scheduler(Entries, abc.ABC):
         self.check("timestep_spacing", SPACINGS)
         self.check("prediction_type", self.predictions)
         if self.num_train_timesteps < 1 or self.steps_offset < 0:
-            found = f"num_train_timesteps={self.num_train_timesteps} and steps_offset={self.steps_offset}"
+            found = (
+                f"num_train_timesteps={self.num_train_timesteps} and "
+                f"steps_offset={self.steps_offset}"
+            )
             raise self.error(f"{found}, but they must be at least 1 and 0.")
 
     @property
@@ -86,13 +96,21 @@ class Scheduler(Entries, abc.ABC):
 
     @property
     def betas(self) -> Float[np.ndarray, " t"]:
-        """Return the variance of the noise that each timestep adds. It is in float32, as in other libraries."""
+        """Return the variance of the noise that each timestep adds. It is in float32,
+        as in other libraries."""
         num = self.num_train_timesteps
         if self.beta_schedule == "squaredcos_cap_v2":
-            alphas = np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * math.pi / 2) ** 2
+            alphas = (
+                np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * math.pi / 2) ** 2
+            )
             betas = np.minimum(1 - alphas[1:] / alphas[:-1], 0.999)
         elif self.beta_schedule == "scaled_linear":
-            betas = np.linspace(self.beta_start**0.5, self.beta_end**0.5, num, dtype=np.float32) ** 2
+            betas = (
+                np.linspace(
+                    self.beta_start**0.5, self.beta_end**0.5, num, dtype=np.float32
+                )
+                ** 2
+            )
         else:
             betas = np.linspace(self.beta_start, self.beta_end, num)
         return betas.astype(np.float32)
@@ -105,11 +123,14 @@ class Scheduler(Entries, abc.ABC):
     def timesteps(self, num_steps: int) -> Int[np.ndarray, " steps"]:
         """Return the timesteps of `num_steps` steps, in descending order.
 
-        Raises `ValueError` for more steps than timesteps, or if `steps_offset` points outside the table.
+        Raises `ValueError` for more steps than timesteps, or if `steps_offset` points
+        outside the table.
         """
         num = self.num_train_timesteps
         if not 1 <= num_steps <= num:
-            raise self.error(f"num_steps={num_steps}, but there are {num} timesteps to choose from.")
+            raise self.error(
+                f"num_steps={num_steps}, but there are {num} timesteps to choose from."
+            )
         if self.timestep_spacing == "linspace":
             found = np.linspace(0, num - 1, num_steps).round()
         elif self.timestep_spacing == "leading":
@@ -120,19 +141,21 @@ class Scheduler(Entries, abc.ABC):
         if timesteps[0] >= num:
             raise self.error(
                 f"steps_offset={self.steps_offset} leads {num_steps} steps to timestep "
-                f"{timesteps[0]}, but the last of num_train_timesteps={num} is {num - 1}. Use fewer steps."
+                f"{timesteps[0]}, but the last of num_train_timesteps={num} is "
+                f"{num - 1}. Use fewer steps."
             )
         if self.prediction_type == "epsilon" and self.alphas_cumprod[timesteps[0]] == 0:
             raise self.error(
                 f"timestep {timesteps[0]} is pure noise, from which "
-                "prediction_type='epsilon' says nothing. Use 'v_prediction' with rescale_betas_zero_snr."
+                "prediction_type='epsilon' says nothing. Use 'v_prediction' with "
+                "rescale_betas_zero_snr."
             )
         return timesteps
 
     @abc.abstractmethod
     def steps(self, num_steps: int) -> PyTree:
-        """Return the inputs of a trajectory of `num_steps` steps: a row per call of the model, with its
-        `timestep`.
+        """Return the inputs of a trajectory of `num_steps` steps: a row per call of the
+        model, with its `timestep`.
         """
 
     def start(self, noise: Sample) -> Trajectory:
@@ -141,7 +164,11 @@ class Scheduler(Entries, abc.ABC):
 
     @abc.abstractmethod
     def step(
-        self, step: PyTree, output: Sample, trajectory: Trajectory, noise: Sample | None = None
+        self,
+        step: PyTree,
+        output: Sample,
+        trajectory: Trajectory,
+        noise: Sample | None = None,
     ) -> Trajectory:
         """Return the trajectory after a row of `steps`.
 
@@ -151,16 +178,21 @@ class Scheduler(Entries, abc.ABC):
         - `noise`: normal noise, if the scheduler `is_random`.
         """
 
-    def add_noise(self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]) -> Sample:
+    def add_noise(
+        self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]
+    ) -> Sample:
         """Return the noisy samples at their timesteps."""
         alpha, sigma = self._scales(clean, timesteps)
         return (alpha * clean + sigma * noise).astype(clean.dtype)
 
-    def target(self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]) -> Sample:
-        """Return the target of the model for `add_noise` with the same arguments, according to
-        `prediction_type`.
+    def target(
+        self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]
+    ) -> Sample:
+        """Return the target of the model for `add_noise` with the same arguments,
+        according to `prediction_type`.
 
-        `v_prediction` is `sqrt(a) noise - sqrt(1 - a) clean` (Salimans and Ho 2022, section 4).
+        `v_prediction` is `sqrt(a) noise - sqrt(1 - a) clean` (Salimans and Ho 2022,
+        section 4).
         """
         if self.prediction_type == "epsilon":
             return noise
@@ -170,7 +202,8 @@ class Scheduler(Entries, abc.ABC):
         return (alpha * noise - sigma * clean).astype(clean.dtype)
 
     def _scales(self, like: Array, timesteps: Int[Array, " b"]) -> tuple[Array, Array]:
-        """Return the factors of the clean sample and of the noise, for each row of the batch."""
+        """Return the factors of the clean sample and of the noise, for each row of the
+        batch."""
         dims = (-1,) + (1,) * (like.ndim - 1)
         share = jnp.asarray(self.alphas_cumprod)[timesteps].reshape(dims)
         return jnp.sqrt(share), jnp.sqrt(1 - share)
@@ -185,30 +218,48 @@ Predict: TypeAlias = Callable[[Sample, Int[Array, ""]], Sample]
 
 
 def denoise(
-    scheduler: Scheduler, predict: Predict, noise: Sample, *, num_steps: int, key: Key | None = None
+    scheduler: Scheduler,
+    predict: Predict,
+    noise: Sample,
+    *,
+    num_steps: int,
+    key: Key | None = None,
 ) -> Sample:
     """Turn noise into samples, step by step, in one `lax.scan`.
 
     **Arguments:**
 
     - `scheduler`: the scheduler that takes the steps.
-    - `predict`: the model. PNDM calls it once more than the number of steps, or nine more with Runge-Kutta.
+    - `predict`: the model. PNDM calls it once more than the number of steps, or nine
+        more with Runge-Kutta.
     - `noise`: normally distributed, in the dtype for the steps.
     - `num_steps`: the number of steps.
     - `key`: for the noise that a step adds, if the scheduler `is_random`.
 
-    Raises `ValueError` if a needed key is missing, or for a number of steps that the scheduler rejects.
+    Raises `ValueError` if a needed key is missing, or for a number of steps that the
+    scheduler rejects.
     """
     if scheduler.is_random and key is None:
-        raise ValueError(f"denoise: {type(scheduler).__name__} draws noise in each step, and needs a key.")
+        raise ValueError(
+            f"denoise: {type(scheduler).__name__} draws noise in each step, and needs "
+            "a key."
+        )
     steps = scheduler.steps(num_steps)
 
-    def one(trajectory: Trajectory, given: tuple[PyTree, Key | None]) -> tuple[Trajectory, None]:
+    def one(
+        trajectory: Trajectory, given: tuple[PyTree, Key | None]
+    ) -> tuple[Trajectory, None]:
         step, key = given
         output = predict(trajectory.sample, step.timestep).astype(noise.dtype)
-        drawn = None if key is None else jax.random.normal(key, noise.shape, noise.dtype)
+        drawn = (
+            None if key is None else jax.random.normal(key, noise.shape, noise.dtype)
+        )
         return scheduler.step(step, output, trajectory, drawn), None
 
-    keys = jax.random.split(key, len(steps.timestep)) if scheduler.is_random and key is not None else None
+    keys = (
+        jax.random.split(key, len(steps.timestep))
+        if scheduler.is_random and key is not None
+        else None
+    )
     trajectory, _ = jax.lax.scan(one, scheduler.start(noise), (steps, keys))
     return trajectory.sample

@@ -1,4 +1,5 @@
-"""DDPM (Ho et al. 2020), DDIM (Song et al. 2021), and PNDM (Liu et al. 2022), Stable Diffusion's default."""
+"""DDPM (Ho et al. 2020), DDIM (Song et al. 2021), and PNDM (Liu et al. 2022), Stable
+Diffusion's default."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ from redco_eqx_models._diffusion.scheduler import Column, Sample, Scheduler, Tra
 
 
 class Step(NamedTuple):
-    """One step, or several steps with one row each. The next sample is a weighted sum of the clean sample, the
-    previous sample, and noise.
+    """One step, or several steps with one row each. The next sample is a weighted sum
+    of the clean sample, the previous sample, and noise.
 
-    - `signal`, `sigma`: the factors of the clean sample and the noise in the previous sample.
-    - `of_clean`, `of_sample`, `of_noise`: the factors of the predicted clean sample, the previous sample and
-        the predicted noise in the next.
+    - `signal`, `sigma`: the factors of the clean sample and the noise in the previous
+        sample.
+    - `of_clean`, `of_sample`, `of_noise`: the factors of the predicted clean sample,
+        the previous sample and the predicted noise in the next.
     - `deviation`: the standard deviation of new noise.
     """
 
@@ -36,8 +38,10 @@ class Step(NamedTuple):
 class OneStepScheduler(Scheduler):
     """The part that DDPM and DDIM share.
 
-    - `rescale_betas_zero_snr`: whether the last timestep is pure noise (Lin et al. 2024, algorithm 1).
-    - `clip_sample`, `clip_sample_range`: whether to clip the predicted clean sample, and the range.
+    - `rescale_betas_zero_snr`: whether the last timestep is pure noise (Lin et al.
+        2024, algorithm 1).
+    - `clip_sample`, `clip_sample_range`: whether to clip the predicted clean sample,
+        and the range.
     """
 
     only = {**Scheduler.only, "thresholding": False}
@@ -52,38 +56,56 @@ class OneStepScheduler(Scheduler):
         if not self.rescale_betas_zero_snr:
             return alphas
         root = np.sqrt(alphas.astype(np.float64))
-        return (((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2).astype(np.float32)
+        return (((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2).astype(
+            np.float32
+        )
 
     def step(
-        self, step: Step, output: Sample, trajectory: Trajectory, noise: Sample | None = None
+        self,
+        step: Step,
+        output: Sample,
+        trajectory: Trajectory,
+        noise: Sample | None = None,
     ) -> Trajectory:
         sample = trajectory.sample
         if self.prediction_type == "epsilon":
-            clean, predicted = (sample - step.sigma * output) / step.signal, output
+            clean = (sample - step.sigma * output) / step.signal
+            predicted = output
         elif self.prediction_type == "sample":
-            clean, predicted = output, (sample - step.signal * output) / step.sigma
+            clean = output
+            predicted = (sample - step.signal * output) / step.sigma
         else:
             clean = step.signal * sample - step.sigma * output
             predicted = step.signal * output + step.sigma * sample
         if self.clip_sample:
             clean = jnp.clip(clean, -self.clip_sample_range, self.clip_sample_range)
-        following = step.of_clean * clean + step.of_sample * sample + step.of_noise * predicted
+        following = (
+            step.of_clean * clean + step.of_sample * sample + step.of_noise * predicted
+        )
         if noise is not None:
             following = following + step.deviation * noise
         return Trajectory(jnp.asarray(following, sample.dtype))
 
-    def _step(self, timesteps: Int[np.ndarray, " n"], alpha: np.ndarray, *factors: np.ndarray | float) -> Step:
+    def _step(
+        self,
+        timesteps: Int[np.ndarray, " n"],
+        alpha: np.ndarray,
+        *factors: np.ndarray | float,
+    ) -> Step:
         """Make rows in float32 from values of higher precision."""
         columns = np.broadcast_arrays(np.sqrt(alpha), np.sqrt(1 - alpha), *factors)
-        return Step(timesteps.astype(np.int32), *(x.astype(np.float32) for x in columns))
+        return Step(
+            timesteps.astype(np.int32), *(x.astype(np.float32) for x in columns)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DDPMScheduler(OneStepScheduler):
-    """Ancestral sampling (Ho et al. 2020, equation 7), and the training noise of Stable Diffusion.
+    """Ancestral sampling (Ho et al. 2020, equation 7), and the training noise of Stable
+    Diffusion.
 
-    - `variance_type`: the variance of the noise that a step adds: `fixed_small` (that of the posterior;
-        `fixed_small_log` is the same) or `fixed_large` (`beta`).
+    - `variance_type`: the variance of the noise that a step adds: `fixed_small` (that
+        of the posterior; `fixed_small_log` is the same) or `fixed_large` (`beta`).
     """
 
     variance_type: str = "fixed_small"
@@ -114,9 +136,10 @@ class DDPMScheduler(OneStepScheduler):
 class DDIMScheduler(OneStepScheduler):
     """Deterministic sampling in few steps (Song et al. 2021, equation 12).
 
-    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if it ends at timestep
-        0.
-    - `eta`: the share of DDPM's noise that a step adds, from 0 to 1; not an entry of the file.
+    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if
+        it ends at timestep 0.
+    - `eta`: the share of DDPM's noise that a step adds, from 0 to 1; not an entry of
+        the file.
     """
 
     outside = ("rest", "eta")
@@ -131,14 +154,20 @@ class DDIMScheduler(OneStepScheduler):
     def steps(self, num_steps: int) -> Step:
         timesteps = self.timesteps(num_steps)
         table = self.alphas_cumprod.astype(np.float64)
-        alpha, before = table[timesteps], timesteps - self.num_train_timesteps // num_steps
-        previous = np.where(before >= 0, table[before], 1.0 if self.set_alpha_to_one else table[0])
-        deviation = self.eta * np.sqrt((1 - previous) / (1 - alpha) * (1 - alpha / previous))
+        alpha = table[timesteps]
+        before = timesteps - self.num_train_timesteps // num_steps
+        previous = np.where(
+            before >= 0, table[before], 1.0 if self.set_alpha_to_one else table[0]
+        )
+        deviation = self.eta * np.sqrt(
+            (1 - previous) / (1 - alpha) * (1 - alpha / previous)
+        )
         of_noise = np.sqrt(1 - previous - deviation**2)
         return self._step(timesteps, alpha, np.sqrt(previous), 0.0, of_noise, deviation)
 
 
-ADAMS_BASHFORTH = (  # weights of the output and those before it, newest first, by their number
+ADAMS_BASHFORTH = (
+    # Weights of the output and those before it, newest first, by their number.
     (1, 0, 0, 0),
     (3 / 2, -1 / 2, 0, 0),
     (23 / 12, -16 / 12, 5 / 12, 0),
@@ -147,8 +176,8 @@ ADAMS_BASHFORTH = (  # weights of the output and those before it, newest first, 
 
 
 class Memory(NamedTuple):
-    """The values that a step needs from earlier ones: the last three outputs, and the sample before the first
-    half of the first step, from which the second half starts.
+    """The values that a step needs from earlier ones: the last three outputs, and the
+    sample before the first half of the first step, from which the second half starts.
     """
 
     outputs: tuple[Array, Array, Array]
@@ -158,10 +187,12 @@ class Memory(NamedTuple):
 class Call(NamedTuple):
     """One call of the model, or a row for each.
 
-    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample that the step starts from.
+    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample
+        that the step starts from.
     - `of_sample`, `of_noise`: the factors of that sample and of the noise in the next.
     - `weights`: the factors of the outputs, newest first.
-    - `goes_on`: whether the step starts from the sample before, and not the one that the model saw.
+    - `goes_on`: whether the step starts from the sample before, and not the one that
+        the model saw.
     - `is_kept`: whether later steps use this output.
     """
 
@@ -188,12 +219,12 @@ class _Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PNDMScheduler(Scheduler):
-    """Pseudo numerical methods (Liu et al. 2022): linear multistep, as in Stable Diffusion. The first step is
-    taken in two halves instead of by Runge-Kutta.
+    """Pseudo numerical methods (Liu et al. 2022): linear multistep, as in Stable
+    Diffusion. The first step is taken in two halves instead of by Runge-Kutta.
 
     - `skip_prk_steps`: only true is supported: no Runge-Kutta.
-    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if it ends at timestep
-        0.
+    - `set_alpha_to_one`: true if the last step ends at a sample without noise, false if
+        it ends at timestep 0.
     """
 
     predictions = ("epsilon", "v_prediction")
@@ -207,32 +238,54 @@ class PNDMScheduler(Scheduler):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "PNDMScheduler":
-        return super().from_json({"skip_prk_steps": False, **raw}, base)  # as in diffusers
+        # As in diffusers.
+        return super().from_json({"skip_prk_steps": False, **raw}, base)
 
     def steps(self, num_steps: int) -> Call:
-        stride, timesteps = self.num_train_timesteps // num_steps, self.timesteps(num_steps).tolist()
-        calls = [_Plan(t, t, t - stride, ADAMS_BASHFORTH[min(i, 3)]) for i, t in enumerate(timesteps)]
-        if num_steps > 1:  # repeat the first step, by the mean of the outputs at both of its ends
+        stride = self.num_train_timesteps // num_steps
+        timesteps = self.timesteps(num_steps).tolist()
+        calls = [
+            _Plan(t, t, t - stride, ADAMS_BASHFORTH[min(i, 3)])
+            for i, t in enumerate(timesteps)
+        ]
+        if num_steps > 1:
+            # Repeat the first step, by the mean of the outputs at both of its ends.
             t = timesteps[1]
-            again = _Plan(t, t + stride, t, (1 / 2, 1 / 2, 0, 0), goes_on=True, is_kept=False)
+            again = _Plan(
+                t, t + stride, t, (1 / 2, 1 / 2, 0, 0), goes_on=True, is_kept=False
+            )
             calls.insert(1, again)
         timestep, start, end, weights, *others = (np.asarray(x) for x in zip(*calls))
         table = self.alphas_cumprod.astype(np.float64)
         alpha = table[start]
-        previous = np.where(end >= 0, table[end], 1.0 if self.set_alpha_to_one else table[0])
+        previous = np.where(
+            end >= 0, table[end], 1.0 if self.set_alpha_to_one else table[0]
+        )
         # Equation 9 of the paper.
         of_noise = (previous - alpha) / (
             alpha * np.sqrt(1 - previous) + np.sqrt(alpha * (1 - alpha) * previous)
         )
-        floats = np.sqrt(alpha), np.sqrt(1 - alpha), np.sqrt(previous / alpha), -of_noise, weights
-        return Call(timestep.astype(np.int32), *(x.astype(np.float32) for x in floats), *others)
+        floats = (
+            np.sqrt(alpha),
+            np.sqrt(1 - alpha),
+            np.sqrt(previous / alpha),
+            -of_noise,
+            weights,
+        )
+        return Call(
+            timestep.astype(np.int32), *(x.astype(np.float32) for x in floats), *others
+        )
 
     def start(self, noise: Sample) -> Trajectory:
         zeros = jnp.zeros_like(noise)
         return Trajectory(noise, Memory((zeros, zeros, zeros), noise))
 
     def step(
-        self, step: Call, output: Sample, trajectory: Trajectory, noise: Sample | None = None
+        self,
+        step: Call,
+        output: Sample,
+        trajectory: Trajectory,
+        noise: Sample | None = None,
     ) -> Trajectory:
         memory: Memory = trajectory.memory
         outputs = (output, *memory.outputs)
@@ -240,6 +293,10 @@ class PNDMScheduler(Scheduler):
         predicted = sum(step.weights[i] * x for i, x in enumerate(outputs))
         if self.prediction_type == "v_prediction":
             predicted = step.signal * predicted + step.sigma * sample
-        following = jnp.asarray(step.of_sample * sample + step.of_noise * predicted, sample.dtype)
-        kept = jax.tree.map(lambda new, old: jnp.where(step.is_kept, new, old), outputs[:3], outputs[1:])
+        following = jnp.asarray(
+            step.of_sample * sample + step.of_noise * predicted, sample.dtype
+        )
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(step.is_kept, new, old), outputs[:3], outputs[1:]
+        )
         return Trajectory(following, Memory(kept, sample))

@@ -1,4 +1,5 @@
-"""The autoencoder of Stable Diffusion (Rombach et al. 2022): images to small latents, and back."""
+"""The autoencoder of Stable Diffusion (Rombach et al. 2022): images to small latents,
+and back."""
 
 import dataclasses
 from functools import partial
@@ -21,14 +22,20 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoencoderKLConfig(StagesConfig):
-    """The configuration of an autoencoder, by default of one stage, as in diffusers; Stable Diffusion's has
-    four.
+    """The configuration of an autoencoder, by default of one stage, as in diffusers;
+    Stable Diffusion's has four.
 
-    - `scaling_factor`: the factor on latents before diffusion. Neither `encode` nor `decode` applies it.
+    - `scaling_factor`: the factor on latents before diffusion. Neither `encode` nor
+        `decode` applies it.
     """
 
     model_type = "AutoencoderKL"
-    only = {"act_fn": "silu", "latents_mean": None, "latents_std": None, "shift_factor": None}
+    only = {
+        "act_fn": "silu",
+        "latents_mean": None,
+        "latents_std": None,
+        "shift_factor": None,
+    }
 
     sample_size: int | tuple[int, ...] = 32
     in_channels: int = 3
@@ -44,7 +51,10 @@ class AutoencoderKLConfig(StagesConfig):
     mid_block_add_attention: bool = True
 
     def __post_init__(self) -> None:
-        self.check_stages(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",))
+        self.check_stages(
+            down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",),
+        )
 
     @property
     def downscale(self) -> int:
@@ -53,7 +63,8 @@ class AutoencoderKLConfig(StagesConfig):
 
 
 class Encoder(eqx.Module):
-    """Map images to the mean and logarithm of the variance of their latents, side by side."""
+    """Map images to the mean and logarithm of the variance of their latents, side by
+    side."""
 
     conv_in: Conv
     down_blocks: list[Stage]
@@ -63,22 +74,33 @@ class Encoder(eqx.Module):
 
     def __init__(self, config: AutoencoderKLConfig, *, key: Key):
         in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
-        channels, last = config.block_out_channels, config.num_layers - 1
+        channels = config.block_out_channels
+        last = config.num_layers - 1
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
-        self.down_blocks, make_resnet = [], _resnet_maker(config)
+        self.down_blocks = []
+        make_resnet = _resnet_maker(config)
         for i, key in enumerate(keys):
-            num_in = [channels[max(i - 1, 0)], *[channels[i]] * (config.layers_per_block - 1)]
+            num_in = [
+                channels[max(i - 1, 0)],
+                *[channels[i]] * (config.layers_per_block - 1),
+            ]
             padding = None if i == last else (0, 1)
-            self.down_blocks.append(Stage(num_in, channels[i], make_resnet, None, padding=padding, key=key))
+            self.down_blocks.append(
+                Stage(num_in, channels[i], make_resnet, None, padding=padding, key=key)
+            )
         self.mid_block = _make_mid_block(config, mid_key)
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
         self.conv_out = Conv(channels[-1], 2 * config.latent_channels, 3, key=out_key)
 
-    def __call__(self, images: Float[Array, "b c h w"], given: Given) -> Float[Array, "b moments _ _"]:
+    def __call__(
+        self, images: Float[Array, "b c h w"], given: Given
+    ) -> Float[Array, "b moments _ _"]:
         x = self.conv_in(images)
         for block in self.down_blocks:
             x = block.down(x, given, None)[-1]
-        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block.down(x, given, None)[-1])))
+        return self.conv_out(
+            jax.nn.silu(self.conv_norm_out(self.mid_block.down(x, given, None)[-1]))
+        )
 
 
 class Decoder(eqx.Module):
@@ -92,17 +114,25 @@ class Decoder(eqx.Module):
 
     def __init__(self, config: AutoencoderKLConfig, *, key: Key):
         in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
-        channels, last = config.block_out_channels[::-1], config.num_layers - 1
+        channels = config.block_out_channels[::-1]
+        last = config.num_layers - 1
         self.conv_in = Conv(config.latent_channels, channels[0], 3, key=in_key)
         self.mid_block = _make_mid_block(config, mid_key)
-        self.up_blocks, make_resnet = [], _resnet_maker(config)
+        self.up_blocks = []
+        make_resnet = _resnet_maker(config)
         for i, key in enumerate(keys):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block]
-            self.up_blocks.append(Stage(num_in, channels[i], make_resnet, None, enlarges=i != last, key=key))
+            self.up_blocks.append(
+                Stage(
+                    num_in, channels[i], make_resnet, None, enlarges=i != last, key=key
+                )
+            )
         self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
         self.conv_out = Conv(channels[-1], config.out_channels, 3, key=out_key)
 
-    def __call__(self, latents: Float[Array, "b c h w"], given: Given) -> Float[Array, "b _ _ _"]:
+    def __call__(
+        self, latents: Float[Array, "b c h w"], given: Given
+    ) -> Float[Array, "b _ _ _"]:
         x = self.mid_block.down(self.conv_in(latents), given, None)[-1]
         for block in self.up_blocks:
             x = block.up(x, [None] * len(block.resnets), given, None, None)
@@ -110,7 +140,8 @@ class Decoder(eqx.Module):
 
 
 class AutoencoderKL(ImageModel):
-    """A variational autoencoder. It draws no random numbers: the caller draws from the output of `encode`."""
+    """A variational autoencoder. It draws no random numbers: the caller draws from the
+    output of `encode`."""
 
     encoder: Encoder
     decoder: Decoder
@@ -127,15 +158,28 @@ class AutoencoderKL(ImageModel):
     windowed = (r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$",)
 
     def __init__(
-        self, config: AutoencoderKLConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
+        self,
+        config: AutoencoderKLConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
     ):
         super().__init__(config, stacked=stacked, **options)
         encoder_key, decoder_key, after_key, before_key = jax.random.split(key, 4)
         latent = config.latent_channels
         self.encoder = Encoder(config, key=encoder_key)
         self.decoder = Decoder(config, key=decoder_key)
-        self.quant_conv = Conv(2 * latent, 2 * latent, 1, key=after_key) if config.use_quant_conv else None
-        self.post_quant_conv = Conv(latent, latent, 1, key=before_key) if config.use_post_quant_conv else None
+        self.quant_conv = (
+            Conv(2 * latent, 2 * latent, 1, key=after_key)
+            if config.use_quant_conv
+            else None
+        )
+        self.post_quant_conv = (
+            Conv(latent, latent, 1, key=before_key)
+            if config.use_post_quant_conv
+            else None
+        )
 
     @property
     def _given(self) -> Given:
@@ -143,7 +187,11 @@ class AutoencoderKL(ImageModel):
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         size = 8 * self.config.downscale
-        return (jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),)
+        return (
+            jax.ShapeDtypeStruct(
+                (batch_size, self.config.in_channels, size, size), jnp.float32
+            ),
+        )
 
     def __call__(self, images: Float[Array, "b c h w"]) -> Float[Array, "b _ h w"]:
         """Return images reconstructed from the mean of their latents."""
@@ -152,15 +200,15 @@ class AutoencoderKL(ImageModel):
     def encode(
         self, images: Float[Array, "b c h w"]
     ) -> tuple[Float[Array, "b latent _ _"], Float[Array, "b latent _ _"]]:
-        """Return the mean and the logarithm of the variance of each latent; the latter is clipped to -30 and
-        20.
+        """Return the mean and the logarithm of the variance of each latent; the latter
+        is clipped to -30 and 20.
 
         **Arguments:**
 
         - `images`: from -1 to 1.
 
-        **Raises:** `ValueError` for a wrong number of channels, or a height or width that is not a multiple of
-        `config.downscale`.
+        **Raises:** `ValueError` for a wrong number of channels, or a height or width
+        that is not a multiple of `config.downscale`.
         """
         check_image("images", images, self.config.in_channels, self.config.downscale)
         x = self.encoder(images, self._given)
@@ -179,11 +227,22 @@ class AutoencoderKL(ImageModel):
 
 
 def _resnet_maker(config: AutoencoderKLConfig) -> MakeResnet:
-    return partial(ResnetBlock, time_size=None, num_groups=config.norm_num_groups, eps=EPS)
+    return partial(
+        ResnetBlock, time_size=None, num_groups=config.norm_num_groups, eps=EPS
+    )
 
 
 def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> Stage:
     channels = config.block_out_channels[-1]
-    make_attention = partial(PixelAttention, channels, num_groups=config.norm_num_groups, eps=EPS)
+    make_attention = partial(
+        PixelAttention, channels, num_groups=config.norm_num_groups, eps=EPS
+    )
     attention = make_attention if config.mid_block_add_attention else None
-    return Stage([channels] * 2, channels, _resnet_maker(config), attention, is_middle=True, key=key)
+    return Stage(
+        [channels] * 2,
+        channels,
+        _resnet_maker(config),
+        attention,
+        is_middle=True,
+        key=key,
+    )

@@ -1,4 +1,5 @@
-"""BART (Lewis et al. 2020) and OPT (Zhang et al. 2022), which come from fairseq and share their layers."""
+"""BART (Lewis et al. 2020) and OPT (Zhang et al. 2022), which come from fairseq and
+share their layers."""
 
 import dataclasses
 import functools
@@ -12,22 +13,37 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config
-from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.decoder import DecoderLM, make_head
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.encoder import encode_tokens
 from redco_eqx_models._blocks.encoder_decoder import EncoderDecoder
-from redco_eqx_models._blocks.layers import Embedding, LayerNorm, Linear, TiedHead, make_linears, maybe
+from redco_eqx_models._blocks.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    TiedHead,
+    make_linears,
+    maybe,
+)
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
-"""The first token's row in the tables of positions. The rows before it are left over from fairseq."""
+"""The first token's row in the tables of positions. The rows before it are left over
+from fairseq."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig(Config):
-    """BART, base and large. Encoder and decoder have separate sizes, where most families have one."""
+    """BART, base and large. Encoder and decoder have separate sizes, where most
+    families have one."""
 
     model_type = "bart"
     architecture = "BartForConditionalGeneration"
@@ -38,7 +54,11 @@ class BartConfig(Config):
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
     }
-    only = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "tie_word_embeddings": True}
+    only = {
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "tie_word_embeddings": True,
+    }
 
     vocab_size: int = 50265
     max_position_embeddings: int = 1024
@@ -70,8 +90,9 @@ class BartConfig(Config):
 
 
 class BartLayer(eqx.Module):
-    """Self-attention, cross-attention in the decoder, and MLP, each added to the stream. Norms come after them
-    or, with `before`, before them. OPT has the same layer, with more choices in its configuration.
+    """Self-attention, cross-attention in the decoder, and MLP, each added to the
+    stream. Norms come after them or, with `before`, before them. OPT has the same
+    layer, with more choices in its configuration.
     """
 
     self_attn: MultiHeadAttention
@@ -86,35 +107,55 @@ class BartLayer(eqx.Module):
     activation_function: str = eqx.field(static=True)
     before: bool = eqx.field(static=True)
 
-    def __init__(self, config: Any, num_heads: int, inner: int, *, cross: bool = False, key: Key):
-        size, std, rate = config.entry("hidden_size"), config.init_std, config.attention_dropout
+    def __init__(
+        self, config: Any, num_heads: int, inner: int, *, cross: bool = False, key: Key
+    ):
+        size = config.entry("hidden_size")
+        std = config.init_std
+        rate = config.attention_dropout
         use_bias = config.entry("enable_bias", True)
         affine = config.entry("layer_norm_elementwise_affine", True)
         self_key, cross_key, mlp_key = jax.random.split(key, 3)
 
         def attention(key: Key) -> MultiHeadAttention:
-            return MultiHeadAttention(size, num_heads, use_bias=use_bias, dropout=rate, std=std, key=key)
+            return MultiHeadAttention(
+                size, num_heads, use_bias=use_bias, dropout=rate, std=std, key=key
+            )
 
         self.self_attn = attention(self_key)
         self.self_attn_layer_norm = LayerNorm(size, affine=affine)
         self.encoder_attn = attention(cross_key) if cross else None
         self.encoder_attn_layer_norm = LayerNorm(size, affine=affine) if cross else None
-        self.fc1, self.fc2 = make_linears(mlp_key, (size, inner), (inner, size), use_bias=use_bias, std=std)
+        self.fc1, self.fc2 = make_linears(
+            mlp_key, (size, inner), (inner, size), use_bias=use_bias, std=std
+        )
         self.final_layer_norm = LayerNorm(size, affine=affine)
         self.dropout = eqx.nn.Dropout(config.dropout)
-        self.activation_dropout = eqx.nn.Dropout(config.entry("activation_dropout", 0.0))
+        self.activation_dropout = eqx.nn.Dropout(
+            config.entry("activation_dropout", 0.0)
+        )
         self.activation_function = config.activation_function
         self.before = config.entry("do_layer_norm_before", False)
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         self_key, cross_key, mlp_key, *keys = split_key(key, 6)
-        y, cache = self.self_attn(self._open(x, self.self_attn_layer_norm), context, cache, self_key)
+        y, cache = self.self_attn(
+            self._open(x, self.self_attn_layer_norm), context, cache, self_key
+        )
         x = self._close(x, y, self.self_attn_layer_norm, keys[0])
-        if self.encoder_attn is not None and (norm := self.encoder_attn_layer_norm) is not None:
+        if (
+            self.encoder_attn is not None
+            and (norm := self.encoder_attn_layer_norm) is not None
+        ):
             y = self.encoder_attn.over_memory(self._open(x, norm), context, cross_key)
             x = self._close(x, y, norm, keys[1])
-        y, activation = self._open(x, self.final_layer_norm), self.activation_function
-        y = context.mlp(y, self.fc1, activation, self.fc2, self.activation_dropout, mlp_key)
+        y = self._open(x, self.final_layer_norm)
+        activation = self.activation_function
+        y = context.mlp(
+            y, self.fc1, activation, self.fc2, self.activation_dropout, mlp_key
+        )
         return self._close(x, y, self.final_layer_norm, keys[2]), cache
 
     def _open(self, x: Hidden, norm: LayerNorm) -> Hidden:
@@ -134,20 +175,30 @@ class BartStack(eqx.Module):
     dropout: eqx.nn.Dropout
     scale: float = eqx.field(static=True)
 
-    def __init__(self, config: BartConfig, *, is_decoder: bool, stacked: bool, key: Key):
+    def __init__(
+        self, config: BartConfig, *, is_decoder: bool, stacked: bool, key: Key
+    ):
         position_key, layers_key = jax.random.split(key)
         num_positions = config.max_position_embeddings + POSITION_OFFSET
-        self.embed_positions = Embedding(num_positions, config.d_model, std=config.init_std, key=position_key)
+        self.embed_positions = Embedding(
+            num_positions, config.d_model, std=config.init_std, key=position_key
+        )
         stack = "decoder" if is_decoder else "encoder"
         names = (f"{stack}_layers", f"{stack}_attention_heads", f"{stack}_ffn_dim")
         num_layers, num_heads, inner = (getattr(config, name) for name in names)
-        make_layer = functools.partial(BartLayer, num_heads=num_heads, inner=inner, cross=is_decoder)
-        self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key, num_layers=num_layers)
+        make_layer = functools.partial(
+            BartLayer, num_heads=num_heads, inner=inner, cross=is_decoder
+        )
+        self.layers = make_layers(
+            make_layer, config, stacked=stacked, key=layers_key, num_layers=num_layers
+        )
         self.layernorm_embedding = LayerNorm(config.d_model)
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.scale = config.d_model**0.5 if config.scale_embedding else 1.0
 
-    def embed(self, table: Embedding, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
+    def embed(
+        self, table: Embedding, input_ids: Ids, context: Context, key: Key | None
+    ) -> Hidden:
         """Return the input of the first layer."""
         x = context.embed(table, input_ids) * self.scale
         x = x + self.embed_positions(context.positions + POSITION_OFFSET)
@@ -163,13 +214,20 @@ class BartModel(eqx.Module):
 
     def __init__(self, config: BartConfig, *, stacked: bool, key: Key):
         table_key, encoder_key, decoder_key = jax.random.split(key, 3)
-        self.shared = Embedding(config.vocab_size, config.d_model, std=config.init_std, key=table_key)
-        self.encoder = BartStack(config, is_decoder=False, stacked=stacked, key=encoder_key)
-        self.decoder = BartStack(config, is_decoder=True, stacked=stacked, key=decoder_key)
+        self.shared = Embedding(
+            config.vocab_size, config.d_model, std=config.init_std, key=table_key
+        )
+        self.encoder = BartStack(
+            config, is_decoder=False, stacked=stacked, key=encoder_key
+        )
+        self.decoder = BartStack(
+            config, is_decoder=True, stacked=stacked, key=decoder_key
+        )
 
 
 class BartForConditionalGeneration(EncoderDecoder):
-    """BART with its head. `final_logits_bias` is added to the logits and is not trained."""
+    """BART with its head. `final_logits_bias` is added to the logits and is not
+    trained."""
 
     model: BartModel
     final_logits_bias: Float[Array | np.ndarray, "1 vocab"]
@@ -186,7 +244,14 @@ class BartForConditionalGeneration(EncoderDecoder):
     }
     buffers = ("final_logits_bias",)
 
-    def __init__(self, config: BartConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: BartConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         self.model = BartModel(config, stacked=stacked, key=key)
         self.final_logits_bias = np.zeros((1, config.vocab_size), np.float32)
@@ -195,15 +260,22 @@ class BartForConditionalGeneration(EncoderDecoder):
     @property
     def head(self) -> TiedHead:
         """The layer that computes the logits."""
-        table, bias = self.model.shared.weight, jax.lax.stop_gradient(self.final_logits_bias)
+        table = self.model.shared.weight
+        bias = jax.lax.stop_gradient(self.final_logits_bias)
         return TiedHead(table, jnp.asarray(bias, table.dtype)[0])
 
     def encoder_states(
-        self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
+        self,
+        inputs: Int[Array, "b s"],
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
     ) -> Float[Array, "b s size"]:
         encoder = self.model.encoder
         embed = functools.partial(encoder.embed, self.model.shared, inputs)
-        return encode_tokens(self, inputs, embed, encoder.layers, attention_mask=attention_mask, key=key)
+        return encode_tokens(
+            self, inputs, embed, encoder.layers, attention_mask=attention_mask, key=key
+        )
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         return layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
@@ -219,9 +291,10 @@ class BartForConditionalGeneration(EncoderDecoder):
 class OPTConfig(Config):
     """OPT, 125M to 175B.
 
-    Norms come before attention and MLP, and after the last layer. Only the 350M model differs
-    (`do_layer_norm_before` is false): its norms come after attention and MLP, with none after the last layer,
-    and its embeddings are narrower (`word_embed_proj_dim`).
+    Norms come before attention and MLP, and after the last layer. Only the 350M model
+    differs (`do_layer_norm_before` is false): its norms come after attention and MLP,
+    with none after the last layer, and its embeddings are narrower
+    (`word_embed_proj_dim`).
     """
 
     model_type = "opt"
@@ -264,7 +337,9 @@ class OPTDecoder(eqx.Module):
     final_layer_norm: LayerNorm | None
 
     def __init__(self, config: OPTConfig, *, stacked: bool, key: Key):
-        size, narrow, std = config.hidden_size, config.embedding_size, config.init_std
+        size = config.hidden_size
+        narrow = config.embedding_size
+        std = config.init_std
         token_key, position_key, project_key, layers_key = jax.random.split(key, 4)
         num_positions = config.max_position_embeddings + POSITION_OFFSET
         self.embed_tokens = Embedding(config.vocab_size, narrow, std=std, key=token_key)
@@ -274,11 +349,15 @@ class OPTDecoder(eqx.Module):
             self.project_in, self.project_out = make_linears(
                 project_key, (narrow, size), (size, narrow), use_bias=False, std=std
             )
-        make_layer = functools.partial(BartLayer, num_heads=config.num_attention_heads, inner=config.ffn_dim)
+        make_layer = functools.partial(
+            BartLayer, num_heads=config.num_attention_heads, inner=config.ffn_dim
+        )
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         self.final_layer_norm = None
         if config.do_layer_norm_before and not config._remove_final_layer_norm:
-            self.final_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
+            self.final_layer_norm = LayerNorm(
+                size, affine=config.layer_norm_elementwise_affine
+            )
 
 
 class OPTModel(eqx.Module):
@@ -288,7 +367,8 @@ class OPTModel(eqx.Module):
 
 
 class OPTForCausalLM(DecoderLM):
-    """OPT with its head, which is the embedding table unless the configuration unties them."""
+    """OPT with its head, which is the embedding table unless the configuration unties
+    them."""
 
     model: OPTModel
     lm_head: Linear | None
@@ -300,16 +380,27 @@ class OPTForCausalLM(DecoderLM):
     ignored = (r"\bdecoder\.version$",)
     tied = {"lm_head.weight": "model.decoder.embed_tokens.weight"}
 
-    def __init__(self, config: OPTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: OPTConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.model = OPTModel(OPTDecoder(config, stacked=stacked, key=model_key))
-        self.lm_head = make_head(config, config.embedding_size, std=config.init_std, key=head_key)
+        self.lm_head = make_head(
+            config, config.embedding_size, std=config.init_std, key=head_key
+        )
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         decoder = self.model.decoder
         x = context.embed(decoder.embed_tokens, input_ids)
-        return maybe(decoder.project_in, x) + decoder.embed_positions(context.positions + POSITION_OFFSET)
+        return maybe(decoder.project_in, x) + decoder.embed_positions(
+            context.positions + POSITION_OFFSET
+        )
 
     def finish(self, x: Hidden, key: Key | None) -> Float[Array, "b t _"]:
         decoder = self.model.decoder

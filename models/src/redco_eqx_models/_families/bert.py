@@ -1,5 +1,5 @@
-"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): without a head, with a head over the vocabulary, and
-with a head over labels.
+"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): without a head, with a head
+over the vocabulary, and with a head over labels.
 """
 
 import abc
@@ -17,7 +17,12 @@ from redco_eqx_models._blocks import layers
 from redco_eqx_models._blocks.config import Config
 from redco_eqx_models._blocks.context import Context, Hidden, Ids
 from redco_eqx_models._blocks.dropout import dropout, split_key
-from redco_eqx_models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers, encode_tokens
+from redco_eqx_models._blocks.encoder import (
+    EncoderConfig,
+    EncoderLayer,
+    EncoderLayers,
+    encode_tokens,
+)
 from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding, Linear, TiedHead
 from redco_eqx_models._blocks.model import Model, Options, make_layers
 from redco_eqx_models._blocks.multihead import Dense, pool_first
@@ -57,12 +62,17 @@ class BertConfig(EncoderConfig, Config):
     @property
     def head_dropout(self) -> float:
         """The dropout rate before a classifier."""
-        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+        return (
+            self.hidden_dropout_prob
+            if self.classifier_dropout is None
+            else self.classifier_dropout
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RobertaConfig(BertConfig):
-    """RoBERTa, base and large. In its position table, the rows up to `pad_token_id` are never read."""
+    """RoBERTa, base and large. In its position table, the rows up to `pad_token_id` are
+    never read."""
 
     model_type = "roberta"
     architecture = "RobertaModel"
@@ -99,28 +109,42 @@ class BertEmbeddings(eqx.Module):
 
     def __init__(self, config: BertConfig, *, key: Key):
         word_key, position_key, type_key = jax.random.split(key, 3)
-        size, std = config.hidden_size, config.initializer_range
+        size = config.hidden_size
+        std = config.initializer_range
         self.word_embeddings = Embedding(config.vocab_size, size, std=std, key=word_key)
-        self.position_embeddings = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
-        self.token_type_embeddings = Embedding(config.type_vocab_size, size, std=std, key=type_key)
+        self.position_embeddings = Embedding(
+            config.max_position_embeddings, size, std=std, key=position_key
+        )
+        self.token_type_embeddings = Embedding(
+            config.type_vocab_size, size, std=std, key=type_key
+        )
         self.LayerNorm = config.make_norm()
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.position_offset = config.position_offset
 
     def __call__(
-        self, input_ids: Ids, types: Ids, positions: Ids | None, context: Context, key: Key | None
+        self,
+        input_ids: Ids,
+        types: Ids,
+        positions: Ids | None,
+        context: Context,
+        key: Key | None,
     ) -> Hidden:
         if positions is None and self.position_offset and context.real is not None:
             real = context.real & (input_ids != self.position_offset - 1)
-            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1  # padding has the row before 0
+            # Padding has the row before 0.
+            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1
         positions = context.positions if positions is None else positions
-        x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(types)
+        x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(
+            types
+        )
         x = x + self.position_embeddings(positions + self.position_offset)
         return dropout(self.dropout, self.LayerNorm(x), key)
 
 
 class BertModel(Model):
-    """BERT or RoBERTa, by its configuration, without a head. `pooler` reads the first token."""
+    """BERT or RoBERTa, by its configuration, without a head. `pooler` reads the first
+    token."""
 
     embeddings: BertEmbeddings
     encoder: EncoderLayers
@@ -145,8 +169,14 @@ class BertModel(Model):
         super().__init__(config, **options)
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         self.embeddings = BertEmbeddings(config, key=embeddings_key)
-        self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
-        self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key)) if pools else None
+        self.encoder = EncoderLayers(
+            make_layers(EncoderLayer, config, stacked=stacked, key=layers_key)
+        )
+        self.pooler = (
+            Dense(config.make_linear(config.hidden_size, key=pooler_key))
+            if pools
+            else None
+        )
 
     def hidden_states(
         self,
@@ -164,14 +194,18 @@ class BertModel(Model):
         - `input_ids`: tokens.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
         - `token_type_ids`: the segment of each token; by default 0.
-        - `positions`: by default counted from 0 at the first token that is not padding. A RoBERTa never counts
-            its `pad_token_id`, also where the mask does not hide it.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `positions`: by default counted from 0 at the first token that is not padding.
+            A RoBERTa never counts its `pad_token_id`, also where the mask does not hide
+            it.
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
         """
         types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        embed, layers = functools.partial(self.embeddings, input_ids, types, positions), self.encoder.layer
-        return encode_tokens(self, input_ids, embed, layers, attention_mask=attention_mask, key=key)
+        embed = functools.partial(self.embeddings, input_ids, types, positions)
+        layers = self.encoder.layer
+        return encode_tokens(
+            self, input_ids, embed, layers, attention_mask=attention_mask, key=key
+        )
 
     def __call__(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""
@@ -183,25 +217,30 @@ class BertModel(Model):
 
 
 class MaskedLM(Model):
-    """A model that predicts masked tokens. Its head is the embedding table, with its own bias."""
+    """A model that predicts masked tokens. Its head is the embedding table, with its
+    own bias."""
 
     def __init__(self, config: BertConfig, **options: Unpack[Options]):
         super().__init__(config, **options)
 
     @abc.abstractmethod
     def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
-        """Return the model without its head; then its head's projection, activation, norm and bias."""
+        """Return the model without its head; then its head's projection, activation,
+        norm and bias."""
 
     @property
     def head(self) -> TiedHead:
-        """The layer that computes the logits, in the form that `cross_entropy` takes."""
+        """The layer that computes the logits, in the form that `cross_entropy`
+        takes."""
         body, *_, bias = self.parts()
         return TiedHead(body.embeddings.word_embeddings.weight, bias)
 
     def hidden_states(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         body, dense, activation, norm, _ = self.parts()
-        return norm(ACTIVATIONS[activation](dense(body.hidden_states(input_ids, **options))))
+        return norm(
+            ACTIVATIONS[activation](dense(body.hidden_states(input_ids, **options)))
+        )
 
     def __call__(self, input_ids: Ids, **options: Any) -> Float[Array, "b t vocab"]:
         """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
@@ -244,17 +283,32 @@ class BertForMaskedLM(MaskedLM):
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
 
-    def __init__(self, config: BertConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: BertConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        self.bert = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        self.bert = BertModel(
+            config, pools=False, stacked=stacked, key=body_key, **options
+        )
         dense = config.make_linear(config.hidden_size, key=head_key)
         transform = BertTransform(dense, config.make_norm())
         self.cls = BertHeads(BertPredictions(transform, jnp.zeros(config.vocab_size)))
 
     def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
         head = self.cls.predictions
-        return self.bert, head.transform.dense, self.config.hidden_act, head.transform.LayerNorm, head.bias
+        return (
+            self.bert,
+            head.transform.dense,
+            self.config.hidden_act,
+            head.transform.LayerNorm,
+            head.bias,
+        )
 
 
 class BertForSequenceClassification(Model):
@@ -272,19 +326,30 @@ class BertForSequenceClassification(Model):
     dropped = (r"^cls\.",)
     heads = ("classifier", "bert.pooler")
 
-    def __init__(self, config: BertConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: BertConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
         self.bert = BertModel(config, stacked=stacked, key=body_key, **options)
         self.classifier = config.make_linear(len(config.labels.names), key=head_key)
         self.dropout = eqx.nn.Dropout(config.head_dropout)
 
-    def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:
+    def __call__(
+        self, input_ids: Ids, *, key: Key | None = None, **options: Any
+    ) -> Float[Array, "b labels"]:
         """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
         body_key, head_key = split_key(key, 2)
-        pooled = self.bert.pool(self.bert.hidden_states(input_ids, key=body_key, **options))
+        pooled = self.bert.pool(
+            self.bert.hidden_states(input_ids, key=body_key, **options)
+        )
         return self.classifier(dropout(self.dropout, pooled, head_key))
 
 
@@ -312,12 +377,23 @@ class RobertaForMaskedLM(MaskedLM):
         "lm_head.decoder.bias": "lm_head.bias",
     }
 
-    def __init__(self, config: RobertaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: RobertaConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        self.roberta = BertModel(
+            config, pools=False, stacked=stacked, key=body_key, **options
+        )
         dense = config.make_linear(config.hidden_size, key=head_key)
-        self.lm_head = RobertaLMHead(dense, config.make_norm(), jnp.zeros(config.vocab_size))
+        self.lm_head = RobertaLMHead(
+            dense, config.make_norm(), jnp.zeros(config.vocab_size)
+        )
 
     def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
         head = self.lm_head
@@ -331,7 +407,9 @@ class RobertaClassifier(eqx.Module):
     out_proj: Linear
     dropout: eqx.nn.Dropout
 
-    def __call__(self, x: Float[Array, "b size"], key: Key | None) -> Float[Array, "b labels"]:
+    def __call__(
+        self, x: Float[Array, "b size"], key: Key | None
+    ) -> Float[Array, "b labels"]:
         in_key, out_key = split_key(key, 2)
         x = jnp.tanh(self.dense(dropout(self.dropout, x, in_key)))
         return self.out_proj(dropout(self.dropout, x, out_key))
@@ -351,16 +429,29 @@ class RobertaForSequenceClassification(Model):
     dropped = (r"^lm_head\.", r"\bpooler\.")
     heads = ("classifier",)
 
-    def __init__(self, config: RobertaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: RobertaConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        self.roberta = BertModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        self.roberta = BertModel(
+            config, pools=False, stacked=stacked, key=body_key, **options
+        )
         dense_key, out_key = jax.random.split(head_key)
         dense = config.make_linear(config.hidden_size, key=dense_key)
         out_proj = config.make_linear(len(config.labels.names), key=out_key)
-        self.classifier = RobertaClassifier(dense, out_proj, eqx.nn.Dropout(config.head_dropout))
+        self.classifier = RobertaClassifier(
+            dense, out_proj, eqx.nn.Dropout(config.head_dropout)
+        )
 
-    def __call__(self, input_ids: Ids, *, key: Key | None = None, **options: Any) -> Float[Array, "b labels"]:
+    def __call__(
+        self, input_ids: Ids, *, key: Key | None = None, **options: Any
+    ) -> Float[Array, "b labels"]:
         """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """

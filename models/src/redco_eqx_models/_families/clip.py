@@ -1,4 +1,5 @@
-"""CLIP's text encoder (Radford et al. 2021), and OpenCLIP's: the text encoders of Stable Diffusion."""
+"""CLIP's text encoder (Radford et al. 2021), and OpenCLIP's: the text encoders of
+Stable Diffusion."""
 
 import dataclasses
 import functools
@@ -11,7 +12,13 @@ from jaxtyping import Array, PyTree
 
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config
-from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.encoder import encode_tokens
 from redco_eqx_models._blocks.layers import Embedding, LayerNorm, Linear
 from redco_eqx_models._blocks.model import Model, Options, make_layers
@@ -20,7 +27,8 @@ from redco_eqx_models._blocks.multihead import MultiHeadAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPTextConfig(Config):
-    """The text half of CLIP; Stable Diffusion 2 has OpenCLIP's, with 23 layers and exact `gelu`."""
+    """The text half of CLIP; Stable Diffusion 2 has OpenCLIP's, with 23 layers and
+    exact `gelu`."""
 
     model_type = "clip_text_model"
     architecture = "CLIPTextModel"
@@ -42,20 +50,28 @@ class CLIPTextConfig(Config):
 
 
 class CLIPTextEmbeddings(eqx.Module):
-    """Embeddings of tokens and positions. Positions are counted from 0, including padding."""
+    """Embeddings of tokens and positions. Positions are counted from 0, including
+    padding."""
 
     token_embedding: Embedding
     position_embedding: Embedding
 
     def __init__(self, config: CLIPTextConfig, *, key: Key):
         token_key, position_key = jax.random.split(key)
-        size, std = config.hidden_size, 0.02 * config.initializer_factor
-        self.token_embedding = Embedding(config.vocab_size, size, std=std, key=token_key)
-        self.position_embedding = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
+        size = config.hidden_size
+        std = 0.02 * config.initializer_factor
+        self.token_embedding = Embedding(
+            config.vocab_size, size, std=std, key=token_key
+        )
+        self.position_embedding = Embedding(
+            config.max_position_embeddings, size, std=std, key=position_key
+        )
 
     def __call__(self, input_ids: Ids, context: Context, _: Key | None) -> Hidden:
         places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
-        return context.embed(self.token_embedding, input_ids) + self.position_embedding(places)
+        return context.embed(self.token_embedding, input_ids) + self.position_embedding(
+            places
+        )
 
 
 class CLIPMLP(eqx.Module):
@@ -76,10 +92,16 @@ class CLIPEncoderLayer(eqx.Module):
 
     def __init__(self, config: CLIPTextConfig, *, key: Key):
         attention_key, fc1_key, fc2_key = jax.random.split(key, 3)
-        size, inner, factor = config.hidden_size, config.intermediate_size, config.initializer_factor
+        size = config.hidden_size
+        inner = config.intermediate_size
+        factor = config.initializer_factor
         std = size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
         self.self_attn = MultiHeadAttention(
-            size, config.num_attention_heads, dropout=config.attention_dropout, std=std, key=attention_key
+            size,
+            config.num_attention_heads,
+            dropout=config.attention_dropout,
+            std=std,
+            key=attention_key,
         )
         self.layer_norm1 = LayerNorm(size, eps=config.layer_norm_eps)
         self.mlp = CLIPMLP(
@@ -89,10 +111,14 @@ class CLIPEncoderLayer(eqx.Module):
         self.layer_norm2 = LayerNorm(size, eps=config.layer_norm_eps)
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         y, cache = self.self_attn(self.layer_norm1(x), context, cache, key)
         x = x + y
-        y = context.mlp(self.layer_norm2(x), self.mlp.fc1, self.config.hidden_act, self.mlp.fc2)
+        y = context.mlp(
+            self.layer_norm2(x), self.mlp.fc1, self.config.hidden_act, self.mlp.fc2
+        )
         return x + y, cache
 
 
@@ -119,31 +145,59 @@ class CLIPTextModel(Model):
     stacks = ("text_model.encoder.layers",)
     vocabulary = (r"\.token_embedding$",)
     prefixes = ("text_model.",)
-    ignored = (r"\bposition_ids$", r"^vision_model\.", r"^visual_projection\.", r"^logit_scale$")
+    ignored = (
+        r"\bposition_ids$",
+        r"^vision_model\.",
+        r"^visual_projection\.",
+        r"^logit_scale$",
+    )
     dropped = (r"^text_projection\.",)
 
-    def __init__(self, config: CLIPTextConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: CLIPTextConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         embeddings_key, layers_key = jax.random.split(key)
         self.text_model = CLIPTextTransformer(
             CLIPTextEmbeddings(config, key=embeddings_key),
-            CLIPEncoder(make_layers(CLIPEncoderLayer, config, stacked=stacked, key=layers_key)),
+            CLIPEncoder(
+                make_layers(CLIPEncoderLayer, config, stacked=stacked, key=layers_key)
+            ),
             LayerNorm(config.hidden_size, eps=config.layer_norm_eps),
         )
 
     def __call__(
-        self, input_ids: Ids, *, attention_mask: Array | None = None, key: Key | None = None
+        self,
+        input_ids: Ids,
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
     ) -> Hidden:
-        """Return the output of the last layer, normalised. A token sees only the tokens up to itself.
+        """Return the output of the last layer, normalised. A token sees only the tokens
+        up to itself.
 
         **Arguments:**
 
-        - `input_ids`: tokens. Stable Diffusion was trained on texts padded to 77 tokens, without a mask.
+        - `input_ids`: tokens. Stable Diffusion was trained on texts padded to 77
+            tokens, without a mask.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
         """
         embed = functools.partial(self.text_model.embeddings, input_ids)
         layers = self.text_model.encoder.layers
-        x = encode_tokens(self, input_ids, embed, layers, attention_mask=attention_mask, causal=True, key=key)
+        x = encode_tokens(
+            self,
+            input_ids,
+            embed,
+            layers,
+            attention_mask=attention_mask,
+            causal=True,
+            key=key,
+        )
         return self.text_model.final_layer_norm(x)

@@ -11,10 +11,22 @@ from jaxtyping import Array, Float, PyTree
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import Scoring, split_heads
 from redco_eqx_models._blocks.config import Config
-from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.decoder import DecoderLM, make_head
 from redco_eqx_models._blocks.dropout import dropout, split_key
-from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, make_linears
+from redco_eqx_models._blocks.layers import (
+    ACTIVATIONS,
+    Embedding,
+    LayerNorm,
+    Linear,
+    make_linears,
+)
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.multihead import MultiHeadAttention
 from redco_eqx_models._blocks.positions import Rope, rotate
@@ -22,7 +34,8 @@ from redco_eqx_models._blocks.positions import Rope, rotate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(Config):
-    """The entries of GPT-2 and GPT-J: `n_embd` features, and `n_inner` (4 times as many) inside the MLP."""
+    """The entries of GPT-2 and GPT-J: `n_embd` features, and `n_inner` (4 times as
+    many) inside the MLP."""
 
     aliases = {
         "hidden_size": "n_embd",
@@ -72,8 +85,9 @@ class GPT2Config(GPTConfig):
 class Conv1D(eqx.Module):
     """A `Linear` whose weight is stored as `(in, out)`.
 
-    If `out_features` is `(parts, size)`, several projections share the matrix but stay separate, so that each
-    can be split over the `tensor` axis by itself; in a file the two dims are one.
+    If `out_features` is `(parts, size)`, several projections share the matrix but stay
+    separate, so that each can be split over the `tensor` axis by itself; in a file the
+    two dims are one.
     """
 
     weight: Float[Array, "in *out"]
@@ -81,7 +95,14 @@ class Conv1D(eqx.Module):
     in_features: int = eqx.field(static=True)
     out_features: int | tuple[int, int] = eqx.field(static=True)
 
-    def __init__(self, in_features: int, out_features: int | tuple[int, int], *, std: float, key: Key):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, int],
+        *,
+        std: float,
+        key: Key,
+    ):
         out = out_features if isinstance(out_features, tuple) else (out_features,)
         self.weight = std * jax.random.normal(key, (in_features, *out))
         self.bias = jnp.zeros(out)
@@ -93,8 +114,8 @@ class Conv1D(eqx.Module):
 
 
 class GPT2Attention(eqx.Module):
-    """Multi-head attention over the tokens themselves or, with `q_attn`, over an encoder's output. One matrix
-    makes query, key and value, or the last two.
+    """Multi-head attention over the tokens themselves or, with `q_attn`, over an
+    encoder's output. One matrix makes query, key and value, or the last two.
     """
 
     q_attn: Conv1D | None
@@ -105,18 +126,24 @@ class GPT2Attention(eqx.Module):
     config: GPT2Config = eqx.field(static=True)
 
     def __init__(self, config: GPT2Config, *, is_cross: bool = False, key: Key):
-        size, std = config.n_embd, config.initializer_range
+        size = config.n_embd
+        std = config.initializer_range
         attn_key, proj_key, query_key = jax.random.split(key, 3)
         self.c_attn = Conv1D(size, (2 if is_cross else 3, size), std=std, key=attn_key)
         self.q_attn = Conv1D(size, size, std=std, key=query_key) if is_cross else None
-        self.c_proj = Conv1D(size, size, std=std / (2 * config.n_layer) ** 0.5, key=proj_key)
+        self.c_proj = Conv1D(
+            size, size, std=std / (2 * config.n_layer) ** 0.5, key=proj_key
+        )
         self.attn_dropout = eqx.nn.Dropout(config.attn_pdrop)
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         attn_key, resid_key = split_key(key, 2)
-        size, scale = self.config.head_size, None if self.config.scale_attn_weights else 1.0
+        size = self.config.head_size
+        scale = None if self.config.scale_attn_weights else 1.0
         scoring = Scoring(scale=scale, dropout=self.attn_dropout, dropout_key=attn_key)
         if self.q_attn is None:
             (qkv,) = context.column(x, self.c_attn, unit=size)
@@ -126,7 +153,9 @@ class GPT2Attention(eqx.Module):
             (q,) = context.column(x, self.q_attn, unit=size)
             q = split_heads(q, size)
             heads = context.cross_attend(q, **scoring)
-        return dropout(self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key), cache
+        return dropout(
+            self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key
+        ), cache
 
 
 class GPT2MLP(eqx.Module):
@@ -137,8 +166,8 @@ class GPT2MLP(eqx.Module):
 
 
 class GPT2Block(eqx.Module):
-    """Attention, cross-attention if there is an encoder, and MLP, each with a norm before it, added to the
-    stream.
+    """Attention, cross-attention if there is an encoder, and MLP, each with a norm
+    before it, added to the stream.
     """
 
     ln_1: LayerNorm
@@ -152,8 +181,12 @@ class GPT2Block(eqx.Module):
     def __init__(self, config: GPT2Config, *, key: Key):
         attn_key, mlp_key, cross_key = jax.random.split(key, 3)
         fc_key, proj_key = jax.random.split(mlp_key)
-        size, inner, std = config.n_embd, config.inner, config.initializer_range
-        self.ln_1, self.ln_2 = (LayerNorm(size, eps=config.layer_norm_epsilon) for _ in range(2))
+        size = config.n_embd
+        inner = config.inner
+        std = config.initializer_range
+        self.ln_1, self.ln_2 = (
+            LayerNorm(size, eps=config.layer_norm_epsilon) for _ in range(2)
+        )
         self.attn = GPT2Attention(config, key=attn_key)
         self.ln_cross_attn = self.crossattention = None
         if config.add_cross_attention:
@@ -165,12 +198,19 @@ class GPT2Block(eqx.Module):
         )
         self.dropout = eqx.nn.Dropout(config.resid_pdrop)
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         attn_key, mlp_key, cross_key = split_key(key, 3)
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
         if self.crossattention is not None and self.ln_cross_attn is not None:
-            x = x + self.crossattention(self.ln_cross_attn(x), context, None, cross_key)[0]
+            x = (
+                x
+                + self.crossattention(self.ln_cross_attn(x), context, None, cross_key)[
+                    0
+                ]
+            )
         activation = self.attn.config.activation_function
         y = context.mlp(self.ln_2(x), self.mlp.c_fc, activation, self.mlp.c_proj)
         return x + dropout(self.dropout, y, mlp_key), cache
@@ -185,10 +225,19 @@ class GPTModel(eqx.Module):
     h: PyTree
     ln_f: LayerNorm
 
-    def __init__(self, config: GPTConfig, make_block: type[eqx.Module], *, stacked: bool, key: Key):
+    def __init__(
+        self,
+        config: GPTConfig,
+        make_block: type[eqx.Module],
+        *,
+        stacked: bool,
+        key: Key,
+    ):
         token_key, position_key, layers_key = jax.random.split(key, 3)
-        size, std = config.n_embd, config.initializer_range
-        self.wte, self.wpe = Embedding(config.vocab_size, size, std=std, key=token_key), None
+        size = config.n_embd
+        std = config.initializer_range
+        self.wte = Embedding(config.vocab_size, size, std=std, key=token_key)
+        self.wpe = None
         if config.has_positions:
             self.wpe = Embedding(config.n_positions, size, std=std, key=position_key)
         self.drop = eqx.nn.Dropout(config.embd_pdrop)
@@ -197,7 +246,8 @@ class GPTModel(eqx.Module):
 
 
 class GPT2LMHeadModel(DecoderLM):
-    """GPT-2 with its head, which is the embedding table unless the configuration unties them."""
+    """GPT-2 with its head, which is the embedding table unless the configuration unties
+    them."""
 
     transformer: GPTModel
     lm_head: Linear | None
@@ -214,12 +264,22 @@ class GPT2LMHeadModel(DecoderLM):
     head_bias: ClassVar[bool] = False
     """True if the head has a bias."""
 
-    def __init__(self, config: GPTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
-        std, bias = config.initializer_range, self.head_bias
+        std = config.initializer_range
+        bias = self.head_bias
         self.transformer = GPTModel(config, self.block, stacked=stacked, key=model_key)
-        self.lm_head = make_head(config, config.n_embd, use_bias=bias, std=std, key=head_key)
+        self.lm_head = make_head(
+            config, config.n_embd, use_bias=bias, std=std, key=head_key
+        )
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         body = self.transformer
@@ -254,7 +314,9 @@ class GPTJConfig(GPTConfig):
         super().__post_init__()
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_size:
             expected = f"even and at most the size of a head, {self.head_size}"
-            raise self.error(f"rotary_dim={self.rotary_dim}, but it must be {expected}.")
+            raise self.error(
+                f"rotary_dim={self.rotary_dim}, but it must be {expected}."
+            )
 
 
 class GPTJMLP(eqx.Module):
@@ -265,10 +327,12 @@ class GPTJMLP(eqx.Module):
 
 
 class GPTJBlock(eqx.Module):
-    """Attention and MLP in parallel: both read the same normalised stream, and both are added to it.
+    """Attention and MLP in parallel: both read the same normalised stream, and both are
+    added to it.
 
-    The four projections that read it therefore share one reduction in the backward pass, and the two output
-    projections share one in the forward pass. Rotary position embeddings rotate pairs of neighbouring features.
+    The four projections that read it therefore share one reduction in the backward
+    pass, and the two output projections share one in the forward pass. Rotary position
+    embeddings rotate pairs of neighbouring features.
     """
 
     ln_1: LayerNorm
@@ -279,23 +343,41 @@ class GPTJBlock(eqx.Module):
 
     def __init__(self, config: GPTJConfig, *, key: Key):
         attn_key, mlp_key = jax.random.split(key)
-        size, inner, std = config.n_embd, config.inner, config.initializer_range
+        size = config.n_embd
+        inner = config.inner
+        std = config.initializer_range
         self.ln_1 = LayerNorm(size, eps=config.layer_norm_epsilon)
         self.attn = MultiHeadAttention(
-            size, config.n_head, use_bias=False, dropout=config.attn_pdrop, std=std, key=attn_key
+            size,
+            config.n_head,
+            use_bias=False,
+            dropout=config.attn_pdrop,
+            std=std,
+            key=attn_key,
         )
-        self.mlp = GPTJMLP(*make_linears(mlp_key, (size, inner), (inner, size), std=std))
+        self.mlp = GPTJMLP(
+            *make_linears(mlp_key, (size, inner), (inner, size), std=std)
+        )
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         heads_key, *keys = split_key(key, 3)
         *projections, close = self.attn.projections
-        unit, frequencies = self.config.head_size, Rope().frequencies(self.config.rotary_dim)
-        *qkv, hidden = context.column(self.ln_1(x), *projections, self.mlp.fc_in, unit=unit)
+        unit = self.config.head_size
+        frequencies = Rope().frequencies(self.config.rotary_dim)
+        *qkv, hidden = context.column(
+            self.ln_1(x), *projections, self.mlp.fc_in, unit=unit
+        )
         q, k, v = (split_heads(y, unit) for y in qkv)
-        q, k = (rotate(y, context.positions, frequencies, interleaved=True) for y in (q, k))
-        heads, cache = context.attend(q, k, v, cache, dropout=self.attn.dropout, dropout_key=heads_key)
+        q, k = (
+            rotate(y, context.positions, frequencies, interleaved=True) for y in (q, k)
+        )
+        heads, cache = context.attend(
+            q, k, v, cache, dropout=self.attn.dropout, dropout_key=heads_key
+        )
         hidden = ACTIVATIONS[self.config.activation_function](hidden)
         branches = [(heads, close), (hidden, self.mlp.fc_out)]
         return context.add(x, branches, self.resid_dropout, keys, unit=unit), cache
@@ -308,5 +390,12 @@ class GPTJForCausalLM(GPT2LMHeadModel):
     block = GPTJBlock
     head_bias = True
 
-    def __init__(self, config: GPTJConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: GPTJConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, stacked=stacked, key=key, **options)

@@ -11,17 +11,30 @@ from jaxtyping import PyTree
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import split_heads
 from redco_eqx_models._blocks.config import Config, Json
-from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.decoder import DecoderLM, make_head
 from redco_eqx_models._blocks.dropout import dropout, split_key
-from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, make_linears
+from redco_eqx_models._blocks.layers import (
+    ACTIVATIONS,
+    Embedding,
+    LayerNorm,
+    Linear,
+    make_linears,
+)
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.positions import Rope, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(Config):
-    """GPT-NeoX. `rope` rotates a part of each head, by default a quarter of its features."""
+    """GPT-NeoX. `rope` rotates a part of each head, by default a quarter of its
+    features."""
 
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
@@ -42,16 +55,22 @@ class GPTNeoXConfig(Config):
     tie_word_embeddings: bool = False
     use_parallel_residual: bool = True
     attention_bias: bool = True
-    rope: Rope = dataclasses.field(default_factory=lambda: Rope(partial_rotary_factor=0.25))
+    rope: Rope = dataclasses.field(
+        default_factory=lambda: Rope(partial_rotary_factor=0.25)
+    )
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`, readable by transformers 4 and 5."""
-        old = {"rotary_emb_base": self.rope.theta, "rotary_pct": self.rope.partial_rotary_factor}
+        old = {
+            "rotary_emb_base": self.rope.theta,
+            "rotary_pct": self.rope.partial_rotary_factor,
+        }
         return {**super().to_json(), **old}
 
 
 class GPTNeoXAttention(eqx.Module):
-    """Multi-head attention with rotary positions. One matrix has query, key and value, head by head."""
+    """Multi-head attention with rotary positions. One matrix has query, key and value,
+    head by head."""
 
     query_key_value: Linear
     dense: Linear
@@ -59,19 +78,28 @@ class GPTNeoXAttention(eqx.Module):
     config: GPTNeoXConfig = eqx.field(static=True)
 
     def __init__(self, config: GPTNeoXConfig, *, key: Key):
-        size, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        size = config.hidden_size
+        bias = config.attention_bias
+        std = config.initializer_range
         sizes = (size, 3 * size), (size, size)
-        self.query_key_value, self.dense = make_linears(key, *sizes, use_bias=bias, std=std)
+        self.query_key_value, self.dense = make_linears(
+            key, *sizes, use_bias=bias, std=std
+        )
         self.dropout = eqx.nn.Dropout(config.attention_dropout)
         self.config = config
 
-    def heads(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def heads(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         """Return the input of `dense`."""
         size = self.config.head_size
         (qkv,) = context.column(x, self.query_key_value, unit=3 * size)
         q, k, v = jnp.split(split_heads(qkv, 3 * size), 3, axis=-1)
         rope = self.config.rope
-        q, k = (rotate(x, context.positions, rope.frequencies(size), rope.scale) for x in (q, k))
+        q, k = (
+            rotate(x, context.positions, rope.frequencies(size), rope.scale)
+            for x in (q, k)
+        )
         return context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
 
 
@@ -83,7 +111,8 @@ class GPTNeoXMLP(eqx.Module):
 
 
 class GPTNeoXLayer(eqx.Module):
-    """Attention and MLP, each with a norm before it: in parallel, or one after the other."""
+    """Attention and MLP, each with a norm before it: in parallel, or one after the
+    other."""
 
     input_layernorm: LayerNorm
     post_attention_layernorm: LayerNorm
@@ -93,22 +122,36 @@ class GPTNeoXLayer(eqx.Module):
 
     def __init__(self, config: GPTNeoXConfig, *, key: Key):
         attention_key, mlp_key = jax.random.split(key)
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        size = config.hidden_size
+        inner = config.intermediate_size
+        std = config.initializer_range
         eps = config.layer_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = (LayerNorm(size, eps=eps) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = (
+            LayerNorm(size, eps=eps) for _ in range(2)
+        )
         self.attention = GPTNeoXAttention(config, key=attention_key)
-        self.mlp = GPTNeoXMLP(*make_linears(mlp_key, (size, inner), (inner, size), std=std))
+        self.mlp = GPTNeoXMLP(
+            *make_linears(mlp_key, (size, inner), (inner, size), std=std)
+        )
         self.dropout = eqx.nn.Dropout(config.hidden_dropout)
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         heads_key, *keys = split_key(key, 3)
-        config, mlp = self.attention.config, self.mlp
-        heads, cache = self.attention.heads(self.input_layernorm(x), context, cache, heads_key)
+        config = self.attention.config
+        mlp = self.mlp
+        heads, cache = self.attention.heads(
+            self.input_layernorm(x), context, cache, heads_key
+        )
         closed = [(heads, self.attention.dense)]
         if not config.use_parallel_residual:
             x = context.add(x, closed, self.dropout, keys[:1], unit=config.head_size)
-            closed, keys = [], keys[1:]
-        (hidden,) = context.column(self.post_attention_layernorm(x), mlp.dense_h_to_4h, unit=config.head_size)
+            closed = []
+            keys = keys[1:]
+        (hidden,) = context.column(
+            self.post_attention_layernorm(x), mlp.dense_h_to_4h, unit=config.head_size
+        )
         closed = [*closed, (ACTIVATIONS[config.hidden_act](hidden), mlp.dense_4h_to_h)]
         return context.add(x, closed, self.dropout, keys, unit=config.head_size), cache
 
@@ -123,7 +166,8 @@ class GPTNeoXModel(eqx.Module):
 
     def __init__(self, config: GPTNeoXConfig, *, stacked: bool, key: Key):
         token_key, layers_key = jax.random.split(key)
-        size, std = config.hidden_size, config.initializer_range
+        size = config.hidden_size
+        std = config.initializer_range
         self.embed_in = Embedding(config.vocab_size, size, std=std, key=token_key)
         self.emb_dropout = eqx.nn.Dropout(config.hidden_dropout)
         self.layers = make_layers(GPTNeoXLayer, config, stacked=stacked, key=layers_key)
@@ -143,18 +187,31 @@ class GPTNeoXForCausalLM(DecoderLM):
     ignored = (r"\battention\.(masked_)?bias$", r"\brotary_emb\.inv_freq$")
     tied = {"embed_out.weight": "gpt_neox.embed_in.weight"}
 
-    def __init__(self, config: GPTNeoXConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: GPTNeoXConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.gpt_neox = GPTNeoXModel(config, stacked=stacked, key=model_key)
-        self.embed_out = make_head(config, config.hidden_size, std=config.initializer_range, key=head_key)
+        self.embed_out = make_head(
+            config, config.hidden_size, std=config.initializer_range, key=head_key
+        )
 
     @property
     def lm_head(self) -> Linear | None:
         return self.embed_out
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
-        return dropout(self.gpt_neox.emb_dropout, context.embed(self.gpt_neox.embed_in, input_ids), key)
+        return dropout(
+            self.gpt_neox.emb_dropout,
+            context.embed(self.gpt_neox.embed_in, input_ids),
+            key,
+        )
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.gpt_neox.final_layer_norm(x)

@@ -13,17 +13,30 @@ from jaxtyping import PyTree
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.attention import split_heads
 from redco_eqx_models._blocks.config import Config, Json
-from redco_eqx_models._blocks.context import Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.decoder import DecoderLM, make_head
-from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, make_linears, maybe
+from redco_eqx_models._blocks.layers import (
+    ACTIVATIONS,
+    Embedding,
+    Linear,
+    RMSNorm,
+    make_linears,
+    maybe,
+)
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.positions import Rope, Rotation, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaLikeConfig(Config):
-    """Models built like LLaMA. Sizes are numbers of features; `rope` stands for all entries about rotary
-    embeddings.
+    """Models built like LLaMA. Sizes are numbers of features; `rope` stands for all
+    entries about rotary embeddings.
     """
 
     multiples = (("num_attention_heads", "num_key_value_heads"),)
@@ -47,9 +60,11 @@ class LlamaLikeConfig(Config):
     # The differences between families; not entries of the file.
     qkv_bias: ClassVar[bool | None] = None
     qk_norm: ClassVar[Literal["head", "all"] | None] = None
-    """The features over which queries and keys are normalised: those of each head, or those of all heads."""
+    """The features over which queries and keys are normalised: those of each head, or
+    those of all heads."""
     norms: ClassVar[tuple[str | None, ...]] = ("input", None, "post_attention", None)
-    """The norms before and after attention, then before and after the MLP, without `_layernorm`."""
+    """The norms before and after attention, then before and after the MLP, without
+    `_layernorm`."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of norms."""
     mlp_name: ClassVar[str] = "mlp"
@@ -59,14 +74,24 @@ class LlamaLikeConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.rope, Rope) and self.rope.partial_rotary_factor != 1 and not self.partial_rotary:
+        if (
+            isinstance(self.rope, Rope)
+            and self.rope.partial_rotary_factor != 1
+            and not self.partial_rotary
+        ):
             raise self.error("partial_rotary_factor is not supported, only 1.0.")
 
     def check_layers(self, entry: str, kinds: Sequence[str | int]) -> None:
-        """Raise `ValueError` if an entry exists but does not have one of the kinds for each layer."""
+        """Raise `ValueError` if an entry exists but does not have one of the kinds for
+        each layer."""
         given = getattr(self, entry)
-        if given is not None and (len(given) != self.num_layers or set(given) - set(kinds)):
-            expected = f"{' or '.join(map(str, kinds))} for each of the {self.num_layers} layers"
+        if given is not None and (
+            len(given) != self.num_layers or set(given) - set(kinds)
+        ):
+            expected = (
+                f"{' or '.join(map(str, kinds))} for each of the {self.num_layers} "
+                "layers"
+            )
             raise self.error(f"{entry}={list(given)}, but it must be {expected}.")
 
     @property
@@ -85,7 +110,8 @@ class LlamaLikeConfig(Config):
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`, readable by transformers 4 and 5."""
-        # Some of these families do not open in transformers with null for these entries, or have no `head_dim`.
+        # Some of these families do not open in transformers with null for these
+        # entries, or have no `head_dim`.
         entries = {**super().to_json(), "num_key_value_heads": self.kv_heads}
         if self.head_dim is None:
             del entries["head_dim"]
@@ -119,33 +145,54 @@ class LlamaAttention(eqx.Module):
     config: LlamaLikeConfig = eqx.field(static=True)
 
     def __init__(self, config: LlamaLikeConfig, *, key: Key):
-        size, head_size, std = config.hidden_size, config.head_size, config.initializer_range
-        heads, kv_heads = config.num_attention_heads * head_size, config.kv_heads * head_size
+        size = config.hidden_size
+        head_size = config.head_size
+        std = config.initializer_range
+        heads = config.num_attention_heads * head_size
+        kv_heads = config.kv_heads * head_size
         bias = config.attention_bias if config.qkv_bias is None else config.qkv_bias
         qkv_key, o_key = jax.random.split(key)
         self.q_proj, self.k_proj, self.v_proj = make_linears(
             qkv_key, (size, heads), *[(size, kv_heads)] * 2, use_bias=bias, std=std
         )
-        self.o_proj = Linear(heads, size, use_bias=config.attention_bias, std=std, key=o_key)
+        self.o_proj = Linear(
+            heads, size, use_bias=config.attention_bias, std=std, key=o_key
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm is not None:
-            sizes = (head_size, head_size) if config.qk_norm == "head" else (heads, kv_heads)
+            sizes = (
+                (head_size, head_size)
+                if config.qk_norm == "head"
+                else (heads, kv_heads)
+            )
             self.q_norm, self.k_norm = (make_norm(config, size) for size in sizes)
         self.dropout = eqx.nn.Dropout(config.attention_dropout)
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
-        config, size = self.config, self.config.head_size
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
+        config = self.config
+        size = self.config.head_size
         q, k, v = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
         if config.qk_norm == "all":
-            q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
+            q = maybe(self.q_norm, q)
+            k = maybe(self.k_norm, k)
         q, k, v = (split_heads(x, size) for x in (q, k, v))
         if config.qk_norm == "head":
-            q, k = maybe(self.q_norm, q), maybe(self.k_norm, k)
+            q = maybe(self.q_norm, q)
+            k = maybe(self.k_norm, k)
         q, k = (rotate(x, context.positions, *config.rotation(context)) for x in (q, k))
         cap = config.entry("attn_logit_softcapping", None)
         heads, cache = context.attend(
-            q, k, v, cache, scale=config.scale, cap=cap, dropout=self.dropout, dropout_key=key
+            q,
+            k,
+            v,
+            cache,
+            scale=config.scale,
+            cap=cap,
+            dropout=self.dropout,
+            dropout_key=key,
         )
         return context.row(heads, self.o_proj, unit=size), cache
 
@@ -159,8 +206,10 @@ class LlamaMLP(eqx.Module):
     hidden_act: str = eqx.field(static=True)
 
     def __init__(self, config: LlamaLikeConfig, *, key: Key):
-        size, inner = config.hidden_size, config.intermediate_size
-        bias, std = config.mlp_bias, config.initializer_range
+        size = config.hidden_size
+        inner = config.intermediate_size
+        bias = config.mlp_bias
+        std = config.initializer_range
         self.gate_proj, self.up_proj, self.down_proj = make_linears(
             key, *[(size, inner)] * 2, (inner, size), use_bias=bias, std=std
         )
@@ -172,10 +221,11 @@ class LlamaMLP(eqx.Module):
 
 
 class LlamaDecoderLayer(eqx.Module):
-    """Attention, then MLP, each with the norms of the family around it, and added to the stream.
+    """Attention, then MLP, each with the norms of the family around it, and added to
+    the stream.
 
-    The MLP has its name in files, `mlp` or `block_sparse_moe`. A mixture of experts also returns numbers that
-    are added up over the layers.
+    The MLP has its name in files, `mlp` or `block_sparse_moe`. A mixture of experts
+    also returns numbers that are added up over the layers.
     """
 
     self_attn: LlamaAttention
@@ -186,20 +236,26 @@ class LlamaDecoderLayer(eqx.Module):
     pre_feedforward_layernorm: RMSNorm | None
     post_feedforward_layernorm: RMSNorm | None
 
-    def __init__(self, config: LlamaLikeConfig, *, make_mlp: Callable[..., eqx.Module], key: Key):
+    def __init__(
+        self, config: LlamaLikeConfig, *, make_mlp: Callable[..., eqx.Module], key: Key
+    ):
         attention_key, mlp_key = jax.random.split(key)
         self.self_attn = LlamaAttention(config, key=attention_key)
         self.mlp = self.block_sparse_moe = None
         setattr(self, config.mlp_name, make_mlp(config, key=mlp_key))
         for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            norm = make_norm(config, config.hidden_size) if place in config.norms else None
+            norm = (
+                make_norm(config, config.hidden_size) if place in config.norms else None
+            )
             setattr(self, f"{place}_layernorm", norm)
 
     def __call__(
         self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Any, ...]:
         norms = self.self_attn.config.norms
-        before, after, before_mlp, after_mlp = (getattr(self, f"{place}_layernorm", None) for place in norms)
+        before, after, before_mlp, after_mlp = (
+            getattr(self, f"{place}_layernorm", None) for place in norms
+        )
         attended, cache = self.self_attn(maybe(before, x), context, cache, key)
         x = x + maybe(after, attended)
         y = (self.mlp or self.block_sparse_moe)(maybe(before_mlp, x), context)
@@ -220,10 +276,16 @@ class LlamaModel(eqx.Module):
     norm: RMSNorm
 
     def __init__(
-        self, config: LlamaLikeConfig, *, stacked: bool, make_mlp: Callable[..., eqx.Module], key: Key
+        self,
+        config: LlamaLikeConfig,
+        *,
+        stacked: bool,
+        make_mlp: Callable[..., eqx.Module],
+        key: Key,
     ):
         embed_key, layers_key = jax.random.split(key)
-        size, std = config.hidden_size, config.initializer_range
+        size = config.hidden_size
+        std = config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, size, std=std, key=embed_key)
         make_layer = functools.partial(LlamaDecoderLayer, make_mlp=make_mlp)
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
@@ -244,14 +306,26 @@ class LlamaForCausalLM(DecoderLM):
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     mlp: ClassVar[type[eqx.Module]] = LlamaMLP
 
-    def __init__(self, config: LlamaLikeConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: LlamaLikeConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
-        self.model = LlamaModel(config, stacked=stacked, make_mlp=self.mlp, key=model_key)
-        self.lm_head = make_head(config, config.hidden_size, std=config.initializer_range, key=head_key)
+        self.model = LlamaModel(
+            config, stacked=stacked, make_mlp=self.mlp, key=model_key
+        )
+        self.lm_head = make_head(
+            config, config.hidden_size, std=config.initializer_range, key=head_key
+        )
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
-        x, scale = context.embed(self.model.embed_tokens, input_ids), self.config.embedding_scale
+        x = context.embed(self.model.embed_tokens, input_ids)
+        scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:

@@ -1,4 +1,5 @@
-"""Models that differ from LLaMA in some settings: Mistral, Qwen2, Qwen3, OLMo 2, Phi-3, SmolLM3 and Gemma."""
+"""Models that differ from LLaMA in some settings: Mistral, Qwen2, Qwen3, OLMo 2, Phi-3,
+SmolLM3 and Gemma."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -57,7 +58,8 @@ class Qwen3Config(Qwen2Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo2Config(LlamaConfig):
-    """OLMo 2 (OLMo team 2024): norms after attention and MLP, and over all queries and keys."""
+    """OLMo 2 (OLMo team 2024): norms after attention and MLP, and over all queries and
+    keys."""
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
@@ -73,15 +75,18 @@ class Olmo2Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
-    """Phi-3 with 4k tokens (Abdin et al. 2024). The variants with 128k tokens are not supported, because they
-    use `longrope`. Files store projections as one matrix. Here they are separate, so that each can be split
-    into whole heads.
+    """Phi-3 with 4k tokens (Abdin et al. 2024). The variants with 128k tokens are not
+    supported, because they use `longrope`. Files store projections as one matrix. Here
+    they are separate, so that each can be split into whole heads.
     """
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     only = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    joined = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
     partial_rotary = True
 
     vocab_size: int = 32064
@@ -96,10 +101,11 @@ class Phi3Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig):
-    """SmolLM3 (Hugging Face 2025), 3B: every fourth layer has no position embeddings (Yang et al. 2025).
+    """SmolLM3 (Hugging Face 2025), 3B: every fourth layer has no position embeddings
+    (Yang et al. 2025).
 
-    - `no_rope_layers`: for each layer, 1 if it **has** rotary positions, 0 if not. By default, all layers have
-        them except every `no_rope_layer_interval`-th.
+    - `no_rope_layers`: for each layer, 1 if it **has** rotary positions, 0 if not. By
+        default, all layers have them except every `no_rope_layer_interval`-th.
     """
 
     model_type = "smollm3"
@@ -118,7 +124,9 @@ class SmolLM3Config(LlamaConfig):
     eos_token_id: int | tuple[int, ...] | None = 128001
     pad_token_id: int | None = 128004
     rope: Rope = dataclasses.field(default_factory=lambda: Rope(theta=2000000.0))
-    no_rope_layers: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"least": 0})
+    no_rope_layers: tuple[int, ...] | None = dataclasses.field(
+        default=None, metadata={"least": 0}
+    )
     no_rope_layer_interval: int = 4
     layer_types: tuple[str, ...] | None = None
 
@@ -130,16 +138,23 @@ class SmolLM3Config(LlamaConfig):
     def rotation(self, context: Context) -> Rotation:
         turns = self.no_rope_layers
         if turns is None:
-            turns = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.num_layers)]
-        (frequencies, scale), turns = super().rotation(context), jnp.asarray(turns)[context.layer]
-        return frequencies * turns, scale**turns  # by 0 and by 1 in a layer without positions
+            turns = [
+                int((i + 1) % self.no_rope_layer_interval != 0)
+                for i in range(self.num_layers)
+            ]
+        frequencies, scale = super().rotation(context)
+        turns = jnp.asarray(turns)[context.layer]
+        # By 0 and by 1 in a layer without positions.
+        return frequencies * turns, scale**turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LlamaLikeConfig):
-    """Gemma 2. Scores and logits have smooth bounds, and every second layer sees all tokens.
+    """Gemma 2. Scores and logits have smooth bounds, and every second layer sees all
+    tokens.
 
-    - `layer_types`: for each layer, `sliding_attention` (it has the window) or `full_attention`.
+    - `layer_types`: for each layer, `sliding_attention` (it has the window) or
+        `full_attention`.
     """
 
     model_type = "gemma2"
@@ -203,43 +218,70 @@ class LayerRopes:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "LayerRopes") -> "LayerRopes":
-        """Read the entries of transformers 4, or those of 5, which has one object per kind of layer."""
+        """Read the entries of transformers 4, or those of 5, which has one object per
+        kind of layer."""
         kinds: Any = raw.get("rope_parameters") or {}
-        is_object = isinstance(kinds, Mapping) and all(isinstance(x or {}, Mapping) for x in kinds.values())
+        is_object = isinstance(kinds, Mapping) and all(
+            isinstance(x or {}, Mapping) for x in kinds.values()
+        )
         if not is_object or set(kinds) - set(KINDS):
             raise ValueError(
-                f"config.json: rope_parameters={kinds!r}, but it must have only {', '.join(KINDS)}."
+                f"config.json: rope_parameters={kinds!r}, but it must have only "
+                f"{', '.join(KINDS)}."
             )
-        far, near = ({"rope_parameters": kinds.get(kind)} if "rope_parameters" in raw else {} for kind in KINDS)
-        if "rope_scaling" in raw:  # which adds to what is given for the layers without the window
-            own, scaling = kinds.get(KINDS[0]) or {}, raw["rope_scaling"] or {}
-            far = {"rope_scaling": {**own, **scaling} if isinstance(scaling, Mapping) else scaling}
-        full = Rope.from_json({"rope_theta": raw.get("rope_theta"), **far}, default.full)
-        near = Rope.from_json({"rope_theta": raw.get("rope_local_base_freq"), **near}, default.near)
+        far, near = (
+            {"rope_parameters": kinds.get(kind)} if "rope_parameters" in raw else {}
+            for kind in KINDS
+        )
+        if "rope_scaling" in raw:
+            # Which adds to what is given for the layers without the window.
+            own = kinds.get(KINDS[0]) or {}
+            scaling = raw["rope_scaling"] or {}
+            far = {
+                "rope_scaling": {**own, **scaling}
+                if isinstance(scaling, Mapping)
+                else scaling
+            }
+        full = Rope.from_json(
+            {"rope_theta": raw.get("rope_theta"), **far}, default.full
+        )
+        near = Rope.from_json(
+            {"rope_theta": raw.get("rope_local_base_freq"), **near}, default.near
+        )
         for rope in (full, near):
             if rope.scale != 1 or rope.partial_rotary_factor != 1:
                 raise ValueError(
-                    f"config.json: {rope} is not supported: it must turn whole heads, and not scale them."
+                    f"config.json: {rope} is not supported: it must turn whole heads, "
+                    "and not scale them."
                 )
         return cls(full, near)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of transformers 4 and 5."""
-        full, near = self.full.to_json(), self.near.to_json()
+        full = self.full.to_json()
+        near = self.near.to_json()
         kinds = {KINDS[0]: full["rope_parameters"], KINDS[1]: near["rope_parameters"]}
-        return {**full, "rope_local_base_freq": self.near.theta, "rope_parameters": kinds}
+        return {
+            **full,
+            "rope_local_base_freq": self.near.theta,
+            "rope_parameters": kinds,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3TextConfig(Gemma2Config):
-    """Gemma 3 without images. Queries and keys are normalised, and every `sliding_window_pattern`-th layer sees
-    all tokens, with its own rotary positions.
+    """Gemma 3 without images. Queries and keys are normalised, and every
+    `sliding_window_pattern`-th layer sees all tokens, with its own rotary positions.
     """
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     instead = {"layer_types": "sliding_window_pattern"}
-    only = {"tie_word_embeddings": True, "use_bidirectional_attention": False, "attn_logit_softcapping": None}
+    only = {
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+    }
     qk_norm = "head"
 
     vocab_size: int = 262208
@@ -250,5 +292,10 @@ class Gemma3TextConfig(Gemma2Config):
     rope: LayerRopes = dataclasses.field(default_factory=LayerRopes)
 
     def rotation(self, context: Context) -> Rotation:
-        both = jnp.asarray([rope.frequencies(self.head_size) for rope in (self.rope.full, self.rope.near)])
+        both = jnp.asarray(
+            [
+                rope.frequencies(self.head_size)
+                for rope in (self.rope.full, self.rope.near)
+            ]
+        )
         return both[jnp.asarray(self.windowed, int)[context.layer]], 1.0

@@ -1,4 +1,5 @@
-"""Mixtral (Jiang et al. 2024) and Qwen3-MoE: a LLaMA with a router and experts instead of the MLP."""
+"""Mixtral (Jiang et al. 2024) and Qwen3-MoE: a LLaMA with a router and experts instead
+of the MLP."""
 
 import dataclasses
 from typing import ClassVar, Unpack
@@ -20,18 +21,23 @@ from redco_eqx_models._families.llama import LlamaConfig, LlamaForCausalLM
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseConfig(LlamaConfig):
-    """Models in which each token goes to `num_experts_per_tok` of `num_experts` MLPs."""
+    """Models in which each token goes to `num_experts_per_tok` of `num_experts`
+    MLPs."""
 
     projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
-    """The projections of an expert: the gate, the one beside it, and the one that closes them."""
+    """The projections of an expert: the gate, the one beside it, and the one that
+    closes them."""
 
     num_experts_per_tok: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num, most = self.num_experts_per_tok, self.entry("num_experts")
+        num = self.num_experts_per_tok
+        most = self.entry("num_experts")
         if num > most:
-            raise self.error(f"num_experts_per_tok={num}, but there are only {most} experts.")
+            raise self.error(
+                f"num_experts_per_tok={num}, but there are only {most} experts."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,13 +64,18 @@ class MixtralConfig(SparseConfig):
 class Qwen3MoeConfig(SparseConfig):
     """Qwen3-MoE, with experts in all layers.
 
-    - `norm_topk_prob`: true if the weights of a token's experts add up to 1, as they do in Mixtral.
+    - `norm_topk_prob`: true if the weights of a token's experts add up to 1, as they do
+        in Mixtral.
     """
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     aliases = {"num_local_experts": "num_experts"}
-    only = {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    only = {
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     qk_norm = "head"
 
     vocab_size: int = 151936
@@ -89,7 +100,9 @@ class SparseMLP(eqx.Module):
     config: SparseConfig = eqx.field(static=True)
 
     def __init__(self, config: SparseConfig, *, key: Key):
-        num, size, std = config.entry("num_experts"), config.hidden_size, config.initializer_range
+        num = config.entry("num_experts")
+        size = config.hidden_size
+        std = config.initializer_range
         inner = config.entry("moe_intermediate_size", config.intermediate_size)
         router_key, *keys = jax.random.split(key, 4)
         self.gate = Linear(size, num, use_bias=False, std=std, key=router_key)
@@ -100,9 +113,12 @@ class SparseMLP(eqx.Module):
         }
         self.config = config
 
-    def __call__(self, x: Hidden, context: Context) -> tuple[Hidden, Float[Array, "2 experts"]]:
+    def __call__(
+        self, x: Hidden, context: Context
+    ) -> tuple[Hidden, Float[Array, "2 experts"]]:
         """Return the output, and the sums of `routing_sums`."""
-        config, scores = self.config, self.gate(x)
+        config = self.config
+        scores = self.gate(x)
         scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
         probabilities = jax.nn.softmax(scores, axis=-1)
         output, chosen = mix_experts(
@@ -123,20 +139,32 @@ class MixtralForCausalLM(LlamaForCausalLM):
     inner_stacks = ("block_sparse_moe.experts", "mlp.experts")
     mlp = SparseMLP
 
-    def __init__(self, config: SparseConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: SparseConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, stacked=stacked, key=key, **options)
 
     def hidden_states_and_balance(
         self, input_ids: Ids, **reading: Unpack[Reading]
     ) -> tuple[Hidden, Float[Array, ""]]:
-        """Return the input of the head, and the auxiliary loss that balances the experts (Fedus et al. 2022,
-        Switch Transformer, section 2.2), over all layers and all tokens that are not padding. Multiply it by
-        the `router_aux_loss_coef` of the published model (0.001 to 0.02), and add it to the loss.
+        """Return the input of the head, and the auxiliary loss that balances the
+        experts (Fedus et al. 2022, Switch Transformer, section 2.2), over all layers
+        and all tokens that are not padding. Multiply it by the `router_aux_loss_coef`
+        of the published model (0.001 to 0.02), and add it to the loss.
 
         Arguments as for calling the model.
         """
         num = self.config.entry("num_experts")
         sums = jnp.zeros((2, num), jnp.float32)
-        hidden, _, (times, probabilities) = self._run(input_ids, None, sums=sums, **reading)
+        hidden, _, (times, probabilities) = self._run(
+            input_ids, None, sums=sums, **reading
+        )
         # Each token of each layer adds 1 to the sum of all probabilities.
-        return hidden, num * jnp.sum(times * probabilities) / jnp.sum(probabilities) ** 2
+        return hidden, num * jnp.sum(times * probabilities) / jnp.sum(
+            probabilities
+        ) ** 2

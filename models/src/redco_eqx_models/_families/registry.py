@@ -47,20 +47,26 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (bert.RobertaConfig, bert.BertModel),
         (t5.T5Config, t5.T5ForConditionalGeneration),
         (vit.ViTConfig, vit.ViTModel),
-        (vision_encoder_decoder.VisionEncoderDecoderConfig, vision_encoder_decoder.VisionEncoderDecoderModel),
+        (
+            vision_encoder_decoder.VisionEncoderDecoderConfig,
+            vision_encoder_decoder.VisionEncoderDecoderModel,
+        ),
         (llama_variants.SmolLM3Config, llama.LlamaForCausalLM),
     )
 }
 """Families by `model_type`."""
 
 INSIDE = {"clip": ("text_config", clip.CLIPTextConfig.model_type)}
-"""For the `model_type` of a larger model: the entry that describes the supported half, and the half's
-`model_type`.
+"""For the `model_type` of a larger model: the entry that describes the supported half,
+and the half's `model_type`.
 """
 
 PARTS: dict[str, tuple[Any, Any]] = {
     "AutoencoderKL": (autoencoder_kl.AutoencoderKLConfig, autoencoder_kl.AutoencoderKL),
-    "UNet2DConditionModel": (unet_2d_condition.UNet2DConditionConfig, unet_2d_condition.UNet2DConditionModel),
+    "UNet2DConditionModel": (
+        unet_2d_condition.UNet2DConditionConfig,
+        unet_2d_condition.UNet2DConditionModel,
+    ),
 }
 """Families by `_class_name`, in a pipeline of diffusers."""
 
@@ -81,20 +87,34 @@ LACKING: dict[str, str] = {
     "gemma3": "a vision tower; its text half is the family gemma3_text",
     "qwen2_moe": "an expert that all tokens go to, which the blocks do not have",
 }
-"""The reason why a well-known family is not supported, by `model_type`: a need that the blocks do not meet."""
+"""The reason why a well-known family is not supported, by `model_type`: a need that the
+blocks do not meet."""
 
 
 def read_family(
-    raw: Mapping[str, Json], family: Family | None = None, entries: Mapping[str, Json] | None = None
+    raw: Mapping[str, Json],
+    family: Family | None = None,
+    entries: Mapping[str, Json] | None = None,
 ) -> tuple[Any, Any]:
-    """Read the configuration from a parsed `config.json`, and return it with the class of the model.
+    """Read the configuration from a parsed `config.json`, and return it with the class
+    of the model.
 
-    `family` is a pair of classes to use instead of this library's; `entries` replace those of the file. Raises
-    `ValueError` for an unknown `model_type`, or an entry that is not supported.
+    `family` is a pair of classes to use instead of this library's; `entries` replace
+    those of the file. Raises `ValueError` for an unknown `model_type`, or an entry that
+    is not supported.
     """
-    entries, old = entries or {}, raw.get("rope_parameters")
-    if "rope_scaling" in entries and isinstance(old, Mapping):  # which it replaces, except for the base
-        raw = {**raw, **{name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}}
+    entries = entries or {}
+    old = raw.get("rope_parameters")
+    if "rope_scaling" in entries and isinstance(old, Mapping):
+        # Which it replaces, except for the base.
+        raw = {
+            **raw,
+            **{
+                name: old[name]
+                for name in ("rope_theta", "partial_rotary_factor")
+                if name in old
+            },
+        }
     raw = {**raw, **entries}
     whole = raw.get("model_type")
     if family is None and isinstance(whole, str) and whole in INSIDE:
@@ -103,27 +123,40 @@ def read_family(
         if not isinstance(half, Mapping):
             raise ValueError(f"config.json: {name}={half!r}, but it must be an object.")
         raw = {**half, **entries, "model_type": kind}
-    entry = "_class_name" if "_class_name" in raw and "model_type" not in raw else "model_type"
+    entry = (
+        "_class_name"
+        if "_class_name" in raw and "model_type" not in raw
+        else "model_type"
+    )
     families = PARTS if entry == "_class_name" else FAMILIES
     if family is not None:
-        entry, families = family[0].type_entry, {family[0].model_type: family}
+        entry = family[0].type_entry
+        families = {family[0].model_type: family}
     model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
-        needs, known = LACKING.get(str(model_type)), ", ".join(families)
-        why = f"is not supported: it needs {needs}" if needs else f"is not known, only {known}"
+        needs = LACKING.get(str(model_type))
+        known = ", ".join(families)
+        why = (
+            f"is not supported: it needs {needs}"
+            if needs
+            else f"is not known, only {known}"
+        )
         raise ValueError(
-            f"config.json: {entry}={model_type!r} {why}. Pass family=(its Config, its Model) to "
-            "load_pretrained for one of your own."
+            f"config.json: {entry}={model_type!r} {why}. Pass family=(its Config, its "
+            "Model) to load_pretrained for one of your own."
         )
     if raw.get("quantization_config") is not None:
         raise ValueError(
-            "config.json: quantization_config is not supported. Use a checkpoint that is not quantized."
+            "config.json: quantization_config is not supported. Use a checkpoint that "
+            "is not quantized."
         )
     config_class, model_class = families[model_type]
     if family is None:
         named = raw.get("architectures")
         name = named[0] if isinstance(named, list) and named else None
-        model_class = HEADS.get(name, model_class) if isinstance(name, str) else model_class
+        model_class = (
+            HEADS.get(name, model_class) if isinstance(name, str) else model_class
+        )
     entries = {config_class.aliases.get(name, name): x for name, x in entries.items()}
     config = config_class.from_json({**raw, **entries})
     return config_class.from_json(entries, config) if entries else config, model_class

@@ -12,12 +12,25 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import Config, Json
-from redco_eqx_models._blocks.context import Bias, Context, Hidden, Ids, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Bias,
+    Context,
+    Hidden,
+    Ids,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.decoder import make_head
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.encoder import encode_tokens
 from redco_eqx_models._blocks.encoder_decoder import EncoderDecoder
-from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, make_linears
+from redco_eqx_models._blocks.layers import (
+    ACTIVATIONS,
+    Embedding,
+    Linear,
+    RMSNorm,
+    make_linears,
+)
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.multihead import HeadsAttention
 from redco_eqx_models._blocks.positions import relative_bias
@@ -25,12 +38,14 @@ from redco_eqx_models._blocks.positions import relative_bias
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(Config):
-    """T5. `feed_forward_proj` is an activation, or `gated-` and an activation; `gated-gelu` means `gelu_new`.
+    """T5. `feed_forward_proj` is an activation, or `gated-` and an activation;
+    `gated-gelu` means `gelu_new`.
 
-    - `tie_word_embeddings`: true if the head is the embedding table. This depends only on whether the files
-        have a head, not on the entry of `config.json`.
-    - `scale_decoder_outputs`: true if the input of the head is divided by `sqrt(d_model)`, as in v1.0. An older
-        `config.json` means true unless its `tie_word_embeddings` is false.
+    - `tie_word_embeddings`: true if the head is the embedding table. This depends only
+        on whether the files have a head, not on the entry of `config.json`.
+    - `scale_decoder_outputs`: true if the input of the head is divided by
+        `sqrt(d_model)`, as in v1.0. An older `config.json` means true unless its
+        `tie_word_embeddings` is false.
     """
 
     model_type = "t5"
@@ -74,17 +89,29 @@ class T5Config(Config):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "T5Config":
-        scales = {} if base else {"scale_decoder_outputs": raw.get("tie_word_embeddings") is not False}
-        twins = {name: raw[name] for name in ("dense_act_fn", "is_gated_act") if name in raw}
-        config = super().from_json({**scales, **{k: x for k, x in raw.items() if k not in twins}}, base)
+        scales = (
+            {}
+            if base
+            else {"scale_decoder_outputs": raw.get("tie_word_embeddings") is not False}
+        )
+        twins = {
+            name: raw[name] for name in ("dense_act_fn", "is_gated_act") if name in raw
+        }
+        config = super().from_json(
+            {**scales, **{k: x for k, x in raw.items() if k not in twins}}, base
+        )
         own = {"dense_act_fn": config.activation, "is_gated_act": config.is_gated}
         if own | twins != own:
-            raise config.error(f"{twins}, but feed_forward_proj={config.feed_forward_proj!r} means {own}.")
+            raise config.error(
+                f"{twins}, but feed_forward_proj={config.feed_forward_proj!r} means "
+                f"{own}."
+            )
         return config
 
 
 class T5Attention(HeadsAttention):
-    """Multi-head attention with unscaled scores. The context has the bias of relative positions."""
+    """Multi-head attention with unscaled scores. The context has the bias of relative
+    positions."""
 
     q: Linear
     k: Linear
@@ -95,17 +122,25 @@ class T5Attention(HeadsAttention):
     scale = 1.0
 
     def __init__(self, config: T5Config, *, key: Key):
-        size, inner, factor = config.d_model, config.num_heads * config.d_kv, config.initializer_factor
+        size = config.d_model
+        inner = config.num_heads * config.d_kv
+        factor = config.initializer_factor
         q_key, kv_key, o_key = jax.random.split(key, 3)
         q_std = factor * (size * config.d_kv) ** -0.5
         self.q = Linear(size, inner, use_bias=False, std=q_std, key=q_key)
-        self.k, self.v = make_linears(kv_key, *[(size, inner)] * 2, use_bias=False, std=factor * size**-0.5)
-        self.o = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=o_key)
-        self.dropout, self.num_heads = eqx.nn.Dropout(config.dropout_rate), config.num_heads
+        self.k, self.v = make_linears(
+            kv_key, *[(size, inner)] * 2, use_bias=False, std=factor * size**-0.5
+        )
+        self.o = Linear(
+            inner, size, use_bias=False, std=factor * inner**-0.5, key=o_key
+        )
+        self.dropout = eqx.nn.Dropout(config.dropout_rate)
+        self.num_heads = config.num_heads
 
 
 class T5MLP(eqx.Module):
-    """Two projections with an activation between them, or three with one as a gate (Shazeer 2020)."""
+    """Two projections with an activation between them, or three with one as a gate
+    (Shazeer 2020)."""
 
     wi: Linear | None
     wi_0: Linear | None
@@ -115,17 +150,27 @@ class T5MLP(eqx.Module):
     activation: str = eqx.field(static=True)
 
     def __init__(self, config: T5Config, *, key: Key):
-        size, inner, factor = config.d_model, config.d_ff, config.initializer_factor
+        size = config.d_model
+        inner = config.d_ff
+        factor = config.initializer_factor
         in_key, out_key = jax.random.split(key)
         sizes = [(size, inner)] * (1 + config.is_gated)
-        first, *second = make_linears(in_key, *sizes, use_bias=False, std=factor * size**-0.5)
-        self.wi, self.wi_0, self.wi_1 = (None, first, second[0]) if second else (first, None, None)
-        self.wo = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=out_key)
+        first, *second = make_linears(
+            in_key, *sizes, use_bias=False, std=factor * size**-0.5
+        )
+        self.wi, self.wi_0, self.wi_1 = (
+            (None, first, second[0]) if second else (first, None, None)
+        )
+        self.wo = Linear(
+            inner, size, use_bias=False, std=factor * inner**-0.5, key=out_key
+        )
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
         self.activation = config.activation
 
     def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
-        layers = [layer for layer in (self.wi, self.wi_0, self.wi_1) if layer is not None]
+        layers = [
+            layer for layer in (self.wi, self.wi_0, self.wi_1) if layer is not None
+        ]
         hidden, *gated = context.column(x, *layers)
         hidden = ACTIVATIONS[self.activation](hidden)
         for other in gated:
@@ -149,7 +194,8 @@ class T5Part(eqx.Module):
 
 
 class T5Block(eqx.Module):
-    """Self-attention, cross-attention in the decoder, then MLP, each added to the stream."""
+    """Self-attention, cross-attention in the decoder, then MLP, each added to the
+    stream."""
 
     layer: list[T5Part]
     dropout: eqx.nn.Dropout
@@ -160,7 +206,9 @@ class T5Block(eqx.Module):
         self.layer = [T5Part(config, kind, key=key) for kind, key in zip(kinds, keys)]
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         for part in self.layer:
             inner_key, outer_key, key = split_key(key, 3)
             y = part.layer_norm(x)
@@ -182,7 +230,8 @@ def _finite(x: Array) -> Array:
 class T5Stack(eqx.Module):
     """The layers of the encoder or of the decoder.
 
-    - `relative_attention_bias`: the table that all layers share. In files the first layer has it.
+    - `relative_attention_bias`: the table that all layers share. In files the first
+        layer has it.
     """
 
     block: PyTree
@@ -196,17 +245,22 @@ class T5Stack(eqx.Module):
         layers_key, table_key = jax.random.split(key)
         num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
         make_block = functools.partial(T5Block, is_decoder=is_decoder)
-        self.block = make_layers(make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers)
-        num_buckets, std = (
-            config.relative_attention_num_buckets,
-            config.initializer_factor * config.d_model**-0.5,
+        self.block = make_layers(
+            make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers
         )
-        self.relative_attention_bias = Embedding(num_buckets, config.num_heads, std=std, key=table_key)
+        num_buckets = config.relative_attention_num_buckets
+        std = config.initializer_factor * config.d_model**-0.5
+        self.relative_attention_bias = Embedding(
+            num_buckets, config.num_heads, std=std, key=table_key
+        )
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
-        self.max_distance, self.bidirectional = config.relative_attention_max_distance, not is_decoder
+        self.max_distance = config.relative_attention_max_distance
+        self.bidirectional = not is_decoder
 
-    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias:
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Bias:
         """Return the bias of relative positions, by the table that all layers share."""
         return relative_bias(
             self.relative_attention_bias,
@@ -233,10 +287,14 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
     stacks = ("encoder.block", "decoder.block")
     in_first_layer = {
-        f"{stack}.relative_attention_bias": f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        f"{stack}.relative_attention_bias": (
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        )
         for stack in ("encoder", "decoder")
     }
-    ignored = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+    ignored = (
+        r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
+    )
     tied = {
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
@@ -244,33 +302,62 @@ class T5ForConditionalGeneration(EncoderDecoder):
     }
     tied_by_file = True
 
-    def __init__(self, config: T5Config, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: T5Config,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         table_key, encoder_key, decoder_key, head_key = jax.random.split(key, 4)
-        size, std = config.d_model, config.initializer_factor
+        size = config.d_model
+        std = config.initializer_factor
         self.shared = Embedding(config.vocab_size, size, std=std, key=table_key)
-        self.encoder = T5Stack(config, is_decoder=False, stacked=stacked, key=encoder_key)
-        self.decoder = T5Stack(config, is_decoder=True, stacked=stacked, key=decoder_key)
+        self.encoder = T5Stack(
+            config, is_decoder=False, stacked=stacked, key=encoder_key
+        )
+        self.decoder = T5Stack(
+            config, is_decoder=True, stacked=stacked, key=decoder_key
+        )
         self.lm_head = make_head(config, size, std=std, key=head_key)
 
     def encoder_states(
-        self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
+        self,
+        inputs: Int[Array, "b s"],
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
     ) -> Float[Array, "b s size"]:
         places = jnp.arange(inputs.shape[1])[None]
         body_key, finish_key = split_key(key, 2)
 
         def embed(context: Context, key: Key | None) -> Array:
-            return dropout(self.encoder.dropout, context.embed(self.shared, inputs), key)
+            return dropout(
+                self.encoder.dropout, context.embed(self.shared, inputs), key
+            )
 
-        bias, layers = self.encoder.bias(places, places, len(inputs)), self.encoder.block
-        x = encode_tokens(self, inputs, embed, layers, attention_mask=attention_mask, bias=bias, key=body_key)
+        bias = self.encoder.bias(places, places, len(inputs))
+        layers = self.encoder.block
+        x = encode_tokens(
+            self,
+            inputs,
+            embed,
+            layers,
+            attention_mask=attention_mask,
+            bias=bias,
+            key=body_key,
+        )
         return self.encoder.finish(x, finish_key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         attention = layer.layer[1].EncDecAttention
         return attention.k, attention.v
 
-    def bias(self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int) -> Bias:
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Bias:
         return self.decoder.bias(query, key, batch_size)
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:

@@ -1,5 +1,5 @@
-"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022), which predicts the noise in an image, given a
-text."""
+"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022), which predicts the noise
+in an image, given a text."""
 
 import dataclasses
 from functools import partial
@@ -13,8 +13,19 @@ from jaxtyping import Array, Float, Int
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.model import Options
-from redco_eqx_models._diffusion.blocks import Given, MakeAttention, SpatialTransformer, Stage
-from redco_eqx_models._diffusion.layers import Conv, GroupNorm, ResnetBlock, TimeEmbedding, sinusoids
+from redco_eqx_models._diffusion.blocks import (
+    Given,
+    MakeAttention,
+    SpatialTransformer,
+    Stage,
+)
+from redco_eqx_models._diffusion.layers import (
+    Conv,
+    GroupNorm,
+    ResnetBlock,
+    TimeEmbedding,
+    sinusoids,
+)
 from redco_eqx_models._diffusion.model import ImageModel, StagesConfig, check_image
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
@@ -23,12 +34,13 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UNet2DConditionConfig(StagesConfig):
-    """The configuration of a UNet. The defaults are those of Stable Diffusion 1, except `cross_attention_dim`
-    (768 there).
+    """The configuration of a UNet. The defaults are those of Stable Diffusion 1, except
+    `cross_attention_dim` (768 there).
 
-    - `attention_head_dim`: the **number** of heads, despite its name: one for all stages, or one for each.
-    - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: also one for all stages, or one
-        for each.
+    - `attention_head_dim`: the **number** of heads, despite its name: one for all
+        stages, or one for each.
+    - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: also
+        one for all stages, or one for each.
     """
 
     joined = {"proj": ("value", "gate")}
@@ -59,7 +71,10 @@ class UNet2DConditionConfig(StagesConfig):
             ),
             False,
         ),
-        **dict.fromkeys(("downsample_padding", "mid_block_scale_factor", "resnet_out_scale_factor"), 1),
+        **dict.fromkeys(
+            ("downsample_padding", "mid_block_scale_factor", "resnet_out_scale_factor"),
+            1,
+        ),
         **dict.fromkeys(("conv_in_kernel", "conv_out_kernel"), 3),
         "act_fn": "silu",
         "attention_type": "default",
@@ -86,20 +101,26 @@ class UNet2DConditionConfig(StagesConfig):
 
     def __post_init__(self) -> None:
         self.check_stages(down_block_types=_DOWN, up_block_types=_UP)
-        for name in ("layers_per_block", "cross_attention_dim", "transformer_layers_per_block"):
+        for name in (
+            "layers_per_block",
+            "cross_attention_dim",
+            "transformer_layers_per_block",
+        ):
             self.per_stage(name)
-        for channels, num_heads in zip(self.block_out_channels, self.per_stage("attention_head_dim")):
+        for channels, num_heads in zip(
+            self.block_out_channels, self.per_stage("attention_head_dim")
+        ):
             if channels % num_heads:
                 raise self.error(
                     f"attention_head_dim={self.attention_head_dim} is the number of "
-                    f"heads, not their size, but {channels} of block_out_channels is not a multiple of"
-                    f" {num_heads}."
+                    f"heads, not their size, but {channels} of block_out_channels is "
+                    f"not a multiple of {num_heads}."
                 )
 
 
 class UNet2DConditionModel(ImageModel):
-    """A UNet: stages that reduce images, a middle stage, and stages that enlarge the images again and also
-    read the outputs of the first stages.
+    """A UNet: stages that reduce images, a middle stage, and stages that enlarge the
+    images again and also read the outputs of the first stages.
     """
 
     conv_in: Conv
@@ -112,52 +133,92 @@ class UNet2DConditionModel(ImageModel):
     config: UNet2DConditionConfig = eqx.field(static=True)
 
     def __init__(
-        self, config: UNet2DConditionConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
+        self,
+        config: UNet2DConditionConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
     ):
         super().__init__(config, stacked=stacked, **options)
         in_key, time_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
-        channels, num_groups = config.block_out_channels, config.norm_num_groups
-        time_size, num_stages = 4 * channels[0], len(channels)
+        channels = config.block_out_channels
+        num_groups = config.norm_num_groups
+        time_size = 4 * channels[0]
+        num_stages = len(channels)
         make_resnet = partial(
-            ResnetBlock, time_size=time_size, num_groups=num_groups, eps=config.norm_eps, dropout=config.dropout
+            ResnetBlock,
+            time_size=time_size,
+            num_groups=num_groups,
+            eps=config.norm_eps,
+            dropout=config.dropout,
         )
         make_attention = partial(
-            SpatialTransformer, num_groups=num_groups, is_linear=config.use_linear_projection
+            SpatialTransformer,
+            num_groups=num_groups,
+            is_linear=config.use_linear_projection,
         )
 
         def attention_of(stage: int) -> MakeAttention:
-            names = "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block"
+            names = (
+                "cross_attention_dim",
+                "attention_head_dim",
+                "transformer_layers_per_block",
+            )
             sizes = (config.per_stage(name)[stage] for name in names)
             return partial(make_attention, channels[stage], *sizes)
 
         num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
         self.time_embedding = TimeEmbedding(channels[0], time_size, key=time_key)
-        self.down_blocks, skipped = [], [channels[0]]  # channels of the outputs that the way up reads
+        # Channels of the outputs that the way up reads.
+        self.down_blocks = []
+        skipped = [channels[0]]
         for i, key in enumerate(jax.random.split(down_key, num_stages)):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
-            attention = attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
+            attention = (
+                attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
+            )
             padding = (1, 1) if i < num_stages - 1 else None
-            block = Stage(num_in, channels[i], make_resnet, attention, padding=padding, key=key)
+            block = Stage(
+                num_in, channels[i], make_resnet, attention, padding=padding, key=key
+            )
             self.down_blocks.append(block)
             skipped += [channels[i]] * (num_layers[i] + (padding is not None))
-        last, attention = channels[-1], attention_of(num_stages - 1)
-        self.mid_block = Stage([last] * 2, last, make_resnet, attention, is_middle=True, key=mid_key)
-        self.up_blocks, before = [], last
-        for i, key in zip(reversed(range(num_stages)), jax.random.split(up_key, num_stages)):
-            num_in = [x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])]
+        last = channels[-1]
+        attention = attention_of(num_stages - 1)
+        self.mid_block = Stage(
+            [last] * 2, last, make_resnet, attention, is_middle=True, key=mid_key
+        )
+        self.up_blocks = []
+        before = last
+        for i, key in zip(
+            reversed(range(num_stages)), jax.random.split(up_key, num_stages)
+        ):
+            num_in = [
+                x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])
+            ]
             before = channels[i]
-            attention = attention_of(i) if config.up_block_types[num_stages - 1 - i] == _UP[1] else None
-            block = Stage(num_in, before, make_resnet, attention, enlarges=i > 0, key=key)
+            attention = (
+                attention_of(i)
+                if config.up_block_types[num_stages - 1 - i] == _UP[1]
+                else None
+            )
+            block = Stage(
+                num_in, before, make_resnet, attention, enlarges=i > 0, key=key
+            )
             self.up_blocks.append(block)
         self.conv_norm_out = GroupNorm(num_groups, channels[0], eps=config.norm_eps)
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        size = 2 ** (self.config.num_layers + 2)  # side of the latents: the last stage has 8 x 8
+        # Side of the latents: the last stage has 8 x 8.
+        size = 2 ** (self.config.num_layers + 2)
         (num_features, *_) = self.config.per_stage("cross_attention_dim")
         return (
-            jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (batch_size, self.config.in_channels, size, size), jnp.float32
+            ),
             jax.ShapeDtypeStruct((batch_size,), jnp.int32),
             jax.ShapeDtypeStruct((batch_size, 77, num_features), jnp.float32),
         )
@@ -170,24 +231,27 @@ class UNet2DConditionModel(ImageModel):
         *,
         key: Key | None = None,
     ) -> Float[Array, "b _ h w"]:
-        """Predict the noise in images, or the other target that the model was trained on.
+        """Predict the noise in images, or the other target that the model was trained
+        on.
 
         **Arguments:**
 
         - `sample`: latents, with `in_channels` channels.
         - `timesteps`: the noise level of each image.
         - `encoder_hidden_states`: the output of the text encoder.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
 
-        **Raises:** `ValueError` for a wrong number of channels, or of features of the text.
+        **Raises:** `ValueError` for a wrong number of channels, or of features of the
+        text.
         """
         config = self.config
         check_image("sample", sample, config.in_channels)
         sizes = set(config.per_stage("cross_attention_dim"))
         if {encoder_hidden_states.shape[-1]} != sizes:
             raise ValueError(
-                f"encoder_hidden_states has shape {encoder_hidden_states.shape}, but its last dim must be "
+                f"encoder_hidden_states has shape {encoder_hidden_states.shape}, but "
+                "its last dim must be "
                 f"cross_attention_dim={config.cross_attention_dim}."
             )
         time = sinusoids(
@@ -201,7 +265,9 @@ class UNet2DConditionModel(ImageModel):
         down_key, mid_key, up_key = split_key(key, 3)
         x = self.conv_in(sample)
         skips = [x]
-        for block, own in zip(self.down_blocks, split_key(down_key, len(self.down_blocks))):
+        for block, own in zip(
+            self.down_blocks, split_key(down_key, len(self.down_blocks))
+        ):
             skips += block.down(x, given, own)
             x = skips[-1]
         x = self.mid_block.down(x, given, mid_key)[-1]

@@ -24,7 +24,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionEncoderDecoderConfig(BaseConfig):
-    """A ViT and a GPT-2, each with its own configuration. Missing special tokens come from the decoder's."""
+    """A ViT and a GPT-2, each with its own configuration. Missing special tokens come
+    from the decoder's."""
 
     model_type = "vision-encoder-decoder"
     architecture = "VisionEncoderDecoderModel"
@@ -39,12 +40,16 @@ class VisionEncoderDecoderConfig(BaseConfig):
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decoder", dataclasses.replace(self.decoder, add_cross_attention=True))
+        object.__setattr__(
+            self, "decoder", dataclasses.replace(self.decoder, add_cross_attention=True)
+        )
         for name in _TOKENS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.decoder, name))
         if self.decoder_start_token_id is None:
-            object.__setattr__(self, "decoder_start_token_id", self.decoder.bos_token_id)
+            object.__setattr__(
+                self, "decoder_start_token_id", self.decoder.bos_token_id
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -56,17 +61,25 @@ class VisionEncoderDecoderConfig(BaseConfig):
         return self.decoder.entry(name, *default)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "VisionEncoderDecoderConfig":
-        """Read both parts. Raises `ValueError` if the encoder is not a ViT or the decoder not a GPT-2."""
+    def from_json(
+        cls, raw: Mapping[str, Json], base: Any = None
+    ) -> "VisionEncoderDecoderConfig":
+        """Read both parts. Raises `ValueError` if the encoder is not a ViT or the
+        decoder not a GPT-2."""
         decoder = raw.get("decoder")
-        if isinstance(decoder, Mapping):  # true in the file, which a GPT-2 read alone refuses
+        if isinstance(decoder, Mapping):
+            # True in the file, which a GPT-2 read alone refuses.
             raw = {**raw, "decoder": {**decoder, "add_cross_attention": False}}
         return super().from_json(raw, base)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`."""
         decoder = {**self.decoder.to_json(), "is_decoder": True}
-        own = {"decoder": decoder, "is_encoder_decoder": True, "tie_word_embeddings": False}
+        own = {
+            "decoder": decoder,
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": False,
+        }
         return super().to_json() | own
 
 
@@ -89,18 +102,35 @@ class VisionEncoderDecoderModel(EncoderDecoder):
     buffers = ("encoder.pooler.dense.weight", "encoder.pooler.dense.bias")
 
     def __init__(
-        self, config: VisionEncoderDecoderConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]
+        self,
+        config: VisionEncoderDecoderConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
     ):
         super().__init__(config, **options)
         encoder_key, decoder_key, between_key = jax.random.split(key, 3)
-        wide, narrow = config.encoder.hidden_size, config.decoder.n_embd
-        encoder = ViTModel(config.encoder, pools=False, stacked=stacked, key=encoder_key, **options)
-        pooler = eqx.filter_eval_shape(lambda key: Dense(Linear(wide, wide, std=1.0, key=key)), key)
-        pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)  # takes no memory
-        self.encoder = eqx.tree_at(lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None)
-        self.decoder = GPT2LMHeadModel(config.decoder, stacked=stacked, key=decoder_key, **options)
+        wide = config.encoder.hidden_size
+        narrow = config.decoder.n_embd
+        encoder = ViTModel(
+            config.encoder, pools=False, stacked=stacked, key=encoder_key, **options
+        )
+        pooler = eqx.filter_eval_shape(
+            lambda key: Dense(Linear(wide, wide, std=1.0, key=key)), key
+        )
+        # Takes no memory.
+        pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)
+        self.encoder = eqx.tree_at(
+            lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None
+        )
+        self.decoder = GPT2LMHeadModel(
+            config.decoder, stacked=stacked, key=decoder_key, **options
+        )
         std = config.decoder.initializer_range
-        self.enc_to_dec_proj = None if wide == narrow else Linear(wide, narrow, std=std, key=between_key)
+        self.enc_to_dec_proj = (
+            None if wide == narrow else Linear(wide, narrow, std=std, key=between_key)
+        )
         self.lm_head = None
 
     @property
@@ -108,10 +138,16 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         return self.decoder.head
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return *self.encoder.example(batch_size), self.decoder.example_tokens(batch_size)
+        return *self.encoder.example(batch_size), self.decoder.example_tokens(
+            batch_size
+        )
 
     def encoder_states(
-        self, inputs: Float[Array, "b c h w"], *, attention_mask: Array | None = None, key: Key | None = None
+        self,
+        inputs: Float[Array, "b c h w"],
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
     ) -> Float[Array, "b s size"]:
         if attention_mask is not None:
             raise ValueError("attention_mask: images have no padding. Leave it out.")

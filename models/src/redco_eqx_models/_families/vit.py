@@ -20,7 +20,8 @@ from redco_eqx_models._blocks.multihead import Dense, pool_first
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(EncoderConfig):
-    """ViT, base to huge, for square images of side `image_size`. `labels` are the outputs of a classifier."""
+    """ViT, base to huge, for square images of side `image_size`. `labels` are the
+    outputs of a classifier."""
 
     model_type = "vit"
     architecture = "ViTModel"
@@ -40,23 +41,34 @@ class ViTConfig(EncoderConfig):
 
 
 class PatchProjection(eqx.Module):
-    """A convolution with a stride equal to its window: each patch of an image becomes a token."""
+    """A convolution with a stride equal to its window: each patch of an image becomes a
+    token."""
 
     weight: Float[Array, "out in height width"]
     bias: Float[Array, " out"]
     kernel_size: tuple[int, int] = eqx.field(static=True)
 
     def __init__(self, config: ViTConfig, *, key: Key):
-        size, patch = config.hidden_size, config.patch_size
+        size = config.hidden_size
+        patch = config.patch_size
         shape = (size, config.num_channels, patch, patch)
         self.weight = config.initializer_range * jax.random.normal(key, shape)
         self.bias = jnp.zeros(size)
         self.kernel_size = (patch, patch)
 
-    def __call__(self, images: Float[Array, "b in height width"]) -> Float[Array, "b t out"]:
+    def __call__(
+        self, images: Float[Array, "b in height width"]
+    ) -> Float[Array, "b t out"]:
         height, width = self.kernel_size
-        patches = rearrange(images, "b c (i h) (j w) -> b (i j) (c h w)", h=height, w=width)
-        return jnp.einsum("bti,oi->bto", patches, rearrange(self.weight, "o c h w -> o (c h w)")) + self.bias
+        patches = rearrange(
+            images, "b c (i h) (j w) -> b (i j) (c h w)", h=height, w=width
+        )
+        return (
+            jnp.einsum(
+                "bti,oi->bto", patches, rearrange(self.weight, "o c h w -> o (c h w)")
+            )
+            + self.bias
+        )
 
 
 class ViTPatches(eqx.Module):
@@ -76,28 +88,42 @@ class ViTEmbeddings(eqx.Module):
 
     def __init__(self, config: ViTConfig, *, key: Key):
         token_key, position_key, patch_key = jax.random.split(key, 3)
-        size, std = config.hidden_size, config.initializer_range
+        size = config.hidden_size
+        std = config.initializer_range
         self.cls_token = std * jax.random.normal(token_key, (1, 1, size))
-        self.position_embeddings = std * jax.random.normal(position_key, (1, config.num_patches + 1, size))
+        self.position_embeddings = std * jax.random.normal(
+            position_key, (1, config.num_patches + 1, size)
+        )
         self.patch_embeddings = ViTPatches(PatchProjection(config, key=patch_key))
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.config = config
 
     def __call__(self, images: Float[Array, "b c h w"], key: Key | None) -> Hidden:
-        expected = (self.config.num_channels, self.config.image_size, self.config.image_size)
+        expected = (
+            self.config.num_channels,
+            self.config.image_size,
+            self.config.image_size,
+        )
         if images.shape[1:] != expected:
             raise ValueError(
-                f"pixel_values has shape {images.shape}, but it must be (batch, channels, height, width) with "
-                f"{expected} for each image, as its configuration says."
+                f"pixel_values has shape {images.shape}, but it must be (batch, "
+                f"channels, height, width) with {expected} for each image, as its "
+                "configuration says."
             )
         patches = self.patch_embeddings.projection(images)
-        first = jnp.broadcast_to(self.cls_token, (images.shape[0], 1, self.cls_token.shape[-1]))
-        x = jnp.concatenate([first.astype(patches.dtype), patches], axis=1) + self.position_embeddings
+        first = jnp.broadcast_to(
+            self.cls_token, (images.shape[0], 1, self.cls_token.shape[-1])
+        )
+        x = (
+            jnp.concatenate([first.astype(patches.dtype), patches], axis=1)
+            + self.position_embeddings
+        )
         return dropout(self.dropout, x, key)
 
 
 class ViTModel(Model):
-    """ViT without a head: a call returns the hidden states, and `pool` reads the first of them."""
+    """ViT without a head: a call returns the hidden states, and `pool` reads the first
+    of them."""
 
     embeddings: ViTEmbeddings
     encoder: EncoderLayers
@@ -122,31 +148,50 @@ class ViTModel(Model):
         super().__init__(config, **options)
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         self.embeddings = ViTEmbeddings(config, key=embeddings_key)
-        self.encoder = EncoderLayers(make_layers(EncoderLayer, config, stacked=stacked, key=layers_key))
+        self.encoder = EncoderLayers(
+            make_layers(EncoderLayer, config, stacked=stacked, key=layers_key)
+        )
         self.layernorm = config.make_norm()
-        self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key)) if pools else None
+        self.pooler = (
+            Dense(config.make_linear(config.hidden_size, key=pooler_key))
+            if pools
+            else None
+        )
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         size = self.config.image_size
-        return (jax.ShapeDtypeStruct((batch_size, self.config.num_channels, size, size), jnp.float32),)
+        return (
+            jax.ShapeDtypeStruct(
+                (batch_size, self.config.num_channels, size, size), jnp.float32
+            ),
+        )
 
-    def hidden_states(self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None) -> Hidden:
-        """Return the output of the last layer, normalised: first the class token's, then the patches'.
+    def hidden_states(
+        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
+    ) -> Hidden:
+        """Return the output of the last layer, normalised: first the class token's,
+        then the patches'.
 
         **Arguments:**
 
         - `pixel_values`: images as `image_processor` makes them.
-        - `key`: for dropout, which needs a key and a model that is not in inference mode
-            (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference
+            mode (`eqx.nn.inference_mode`).
         """
         embed_key, layers_key = split_key(key, 2)
         x = self.embeddings(pixel_values, embed_key)
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        context = Context(positions, None, None, self.attention, self.sequence_parallel, causal=False)
-        x, _ = run_layers(self.encoder.layer, x, context, None, remat=self.remat, key=layers_key)
+        context = Context(
+            positions, None, None, self.attention, self.sequence_parallel, causal=False
+        )
+        x, _ = run_layers(
+            self.encoder.layer, x, context, None, remat=self.remat, key=layers_key
+        )
         return self.layernorm(x)
 
-    def __call__(self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None) -> Hidden:
+    def __call__(
+        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
+    ) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(pixel_values, key=key)
 
@@ -168,10 +213,19 @@ class ViTForImageClassification(Model):
     dropped = (r"\bpooler\.",)
     heads = ("classifier",)
 
-    def __init__(self, config: ViTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
-        self.vit = ViTModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        self.vit = ViTModel(
+            config, pools=False, stacked=stacked, key=body_key, **options
+        )
         self.classifier = config.make_linear(len(config.labels.names), key=head_key)
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -180,5 +234,6 @@ class ViTForImageClassification(Model):
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b labels"]:
-        """Compute the logit of each label. The arguments are those of `ViTModel.hidden_states`."""
+        """Compute the logit of each label. The arguments are those of
+        `ViTModel.hidden_states`."""
         return self.classifier(self.vit.hidden_states(pixel_values, key=key)[:, 0])

@@ -1,8 +1,9 @@
 """The files of a checkpoint directory: which ones are in force.
 
-Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers, `adapter_model`
-for peft. Readers prefer `model.safetensors` to `model.safetensors.index.json` (diffusers prefers the index,
-while it exists). A save that was stopped may have left files that belong to the weights under other names; see
+Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for
+diffusers, `adapter_model` for peft. Readers prefer `model.safetensors` to
+`model.safetensors.index.json` (diffusers prefers the index, while it exists). A save
+that was stopped may have left files that belong to the weights under other names; see
 `exchange.py`.
 """
 
@@ -64,16 +65,19 @@ def read_json(file: Path) -> dict[str, Json]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} must be a JSON object, but is a {type(value).__name__}.")
+        raise ValueError(
+            f"{file} must be a JSON object, but is a {type(value).__name__}."
+        )
     return value
 
 
 def file_in_force(what: str, directory: Path, name: str) -> Path | None:
-    """Return the file that has the content of a file beside the weights; `None` if there is none.
+    """Return the file that has the content of a file beside the weights; `None` if
+    there is none.
 
-    This is the file itself, except after a save that was stopped between two renames. A warning then says which
-    other file belongs to the weights. A file that claims this falsely, in a directory from elsewhere, is not
-    read.
+    This is the file itself, except after a save that was stopped between two renames. A
+    warning then says which other file belongs to the weights. A file that claims this
+    falsely, in a directory from elsewhere, is not read.
 
     **Arguments:**
 
@@ -88,15 +92,16 @@ def file_in_force(what: str, directory: Path, name: str) -> Path | None:
         waiting = waiting_file(directory, name, tag)
         if not _belongs(waiting, file, tag):
             warnings.warn(
-                f"{what}: {name} is read, and {waiting} is not, although the weights name it: one of "
-                f"the two has changed since. Remove {waiting.name}, or rename it to {name} if it belongs to "
-                "the weights.",
+                f"{what}: {name} is read, and {waiting} is not, although the weights "
+                f"name it: one of the two has changed since. Remove {waiting.name}, "
+                f"or rename it to {name} if it belongs to the weights.",
                 stacklevel=4,
             )
             continue
         warnings.warn(
-            f"{what}: a save into {directory} was stopped. {waiting.name} belongs to the weights, and is read "
-            f"instead of {name}. Other programs read {name}. Save the model again to finish.",
+            f"{what}: a save into {directory} was stopped. {waiting.name} belongs to "
+            f"the weights, and is read instead of {name}. Other programs read {name}. "
+            "Save the model again to finish.",
             stacklevel=4,
         )
         return waiting if waiting.stat().st_size else None
@@ -104,8 +109,8 @@ def file_in_force(what: str, directory: Path, name: str) -> Path | None:
 
 
 def unchanged(what: str, directory: Path, read: Callable[[], T]) -> T:
-    """Return the result of `read`, which opens the files in force, all of one save. If another program finishes
-    a save meanwhile, read again.
+    """Return the result of `read`, which opens the files in force, all of one save. If
+    another program finishes a save meanwhile, read again.
 
     Raises the errors of `read`, and `OSError` if the directory changes all the time.
     """
@@ -119,7 +124,10 @@ def unchanged(what: str, directory: Path, read: Callable[[], T]) -> T:
             continue
         if _state(directory) == before:
             return result
-    raise OSError(f"{what}: other programs keep saving to {directory}. Load it when they have ended.")
+    raise OSError(
+        f"{what}: other programs keep saving to {directory}. Load it when they have "
+        "ended."
+    )
 
 
 def _state(directory: Path) -> list[tuple[str, int, int]]:
@@ -135,7 +143,8 @@ def _state(directory: Path) -> list[tuple[str, int, int]]:
 
 
 def tags_in_force(directory: Path, stem: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the tags of the files that wait, and are in force because the weights are."""
+    """Return the tags of the files that wait, and are in force because the weights
+    are."""
     tags = _tags(directory, stem, names)
     return {
         name: tag
@@ -151,7 +160,11 @@ def _tags(directory: Path, stem: str, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         tag = metadata.get(key_of(name))
         # The weights may come from anyone, and the tag becomes a part of a name.
-        if isinstance(tag, str) and _TAG.fullmatch(tag) and waiting_file(directory, name, tag).is_file():
+        if (
+            isinstance(tag, str)
+            and _TAG.fullmatch(tag)
+            and waiting_file(directory, name, tag).is_file()
+        ):
             found[name] = tag
     return found
 
@@ -163,21 +176,25 @@ def _metadata(directory: Path, stem: str) -> dict[str, Json]:
     if source.name == single(stem):
         return dict(read_metadata(source))
     metadata: Json = None
-    with contextlib.suppress(ValueError):  # `weight_files` refuses an index that is not valid
+    with contextlib.suppress(ValueError):
+        # `weight_files` refuses an index that is not valid.
         metadata = read_json(source).get("metadata")
     return metadata if isinstance(metadata, dict) else {}
 
 
 def _belongs(waiting: Path, file: Path, tag: str) -> bool:
-    """Return true if `waiting` was written for these weights, to replace the file that is still there.
+    """Return true if `waiting` was written for these weights, to replace the file that
+    is still there.
 
-    Otherwise it is from elsewhere, or stale: a copy of a directory may contain it from an instant in a save.
+    Otherwise it is from elsewhere, or stale: a copy of a directory may contain it from
+    an instant in a save.
     """
     return tag == tag_of(read_if_there(file), waiting.read_bytes())
 
 
 def tag_of(before: bytes, after: bytes) -> str:
-    """Return the tag for the change of a file from one content to another. A file that is absent is empty."""
+    """Return the tag for the change of a file from one content to another. A file that
+    is absent is empty."""
     both = hashlib.sha256(before).digest() + hashlib.sha256(after).digest()
     return hashlib.sha256(both).hexdigest()[:16]
 
@@ -215,40 +232,60 @@ def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
         return source
     weight_map = read_json(source).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{source} has no weight_map, an object that names the file of each key.")
+        raise ValueError(
+            f"{source} has no weight_map, an object that names the file of each key."
+        )
     files = {}
     for key, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{source} puts {key} into {name!r}, which is not the name of a file beside it.")
+            raise ValueError(
+                f"{source} puts {key} into {name!r}, which is not the name of a file "
+                "beside it."
+            )
         files[key] = directory / name
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
-        raise FileNotFoundError(f"{source} names {', '.join(absent)}, but there is no such file beside it.")
+        raise FileNotFoundError(
+            f"{source} names {', '.join(absent)}, but there is no such file beside it."
+        )
     return files
 
 
 def _no_weights(directory: Path, stem: str) -> Exception:
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    pickles = sorted(
+        file.name
+        for pattern in ("*.bin", "*.pt", "*.pth")
+        for file in directory.glob(pattern)
+    )
     if pickles:
-        kind = "transformers.AutoModelForCausalLM" if stem == "model" else "diffusers.AutoModel"
+        kind = (
+            "transformers.AutoModelForCausalLM"
+            if stem == "model"
+            else "diffusers.AutoModel"
+        )
         return ValueError(
-            f"{directory} holds weights only as a pickle, {pickles[0]}. It is not opened, because that could "
-            "run any code that its author put in. Convert it once where you trust it: "
+            f"{directory} holds weights only as a pickle, {pickles[0]}. It is not "
+            "opened, because that could run any code that its author put in. Convert "
+            "it once where you trust it: "
             f"{kind}.from_pretrained(old).save_pretrained(new)."
         )
     gguf = sorted(file.name for file in directory.glob("*.gguf"))
     if gguf:
         return ValueError(
-            f"{directory} holds weights only as {gguf[0]}, a format of llama.cpp that is not read here. Take "
-            "the checkpoint that it was converted from, with safetensors."
+            f"{directory} holds weights only as {gguf[0]}, a format of llama.cpp that "
+            "is not read here. Take the checkpoint that it was converted from, with "
+            "safetensors."
         )
     others = sorted(file.name for file in directory.glob("*.safetensors*"))
     if others:
         return FileNotFoundError(
-            f"{directory} has neither {single(stem)} nor {index(stem)}, but {', '.join(others[:5])}. If that "
-            f"is the variant you want, rename it to {single(stem)} (an index to {index(stem)})."
+            f"{directory} has neither {single(stem)} nor {index(stem)}, but "
+            f"{', '.join(others[:5])}. If that is the variant you want, rename it to "
+            f"{single(stem)} (an index to {index(stem)})."
         )
-    return FileNotFoundError(f"{directory} has neither {single(stem)} nor {index(stem)}.")
+    return FileNotFoundError(
+        f"{directory} has neither {single(stem)} nor {index(stem)}."
+    )
 
 
 def _source(directory: Path, stem: str) -> Path | None:
@@ -265,7 +302,8 @@ def has_weights_beside(directory: Path, names: Iterable[str]) -> bool:
 
 
 def files_in_force(directory: Path, stem: str) -> set[Path]:
-    """Return the files that the index in force names; none if there is a single file, or a broken index."""
+    """Return the files that the index in force names; none if there is a single file,
+    or a broken index."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         files = weight_files(directory, stem)
         return set() if isinstance(files, Path) else set(files.values())

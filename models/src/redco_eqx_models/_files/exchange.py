@@ -1,10 +1,11 @@
 """One checkpoint replaces another: at any instant, one of them is in force and whole.
 
-All files of the new checkpoint are first written under temporary names. One rename (or one removal) then
-changes the weights. If a file beside them changes too (`config.json`), the new one waits under the name
-`config.json.<tag>.part`, and the metadata of the new weights contains the tag. So it comes into force in the
-same instant, and a later save can finish what an earlier one could not. An empty file that waits says that the
-file is to be removed.
+All files of the new checkpoint are first written under temporary names. One rename (or
+one removal) then changes the weights. If a file beside them changes too
+(`config.json`), the new one waits under the name `config.json.<tag>.part`, and the
+metadata of the new weights contains the tag. So it comes into force in the same
+instant, and a later save can finish what an earlier one could not. An empty file that
+waits says that the file is to be removed.
 
 The caller is the `only_writer` of the directory.
 """
@@ -71,7 +72,9 @@ class Exchange:
         - `weight_map`: the name of the file of each key.
         - `num_bytes`: the size of all arrays.
         """
-        directory, stem, files = self.directory, self.stem, self.files
+        directory = self.directory
+        stem = self.stem
+        files = self.files
         old = files_in_force(directory, stem)
         named = directory / index(stem)
         if len(files) > 1:
@@ -92,7 +95,11 @@ class Exchange:
         for name, tag in self.tags.items():
             _put_in_force(waiting_file(directory, name, tag), directory / name)
         _sync(directory)
-        stale = {file for file in directory.iterdir() if re.fullmatch(stem + SHARD, file.name)} | old
+        stale = {
+            file
+            for file in directory.iterdir()
+            if re.fullmatch(stem + SHARD, file.name)
+        } | old
         if len(files) == 1 and named.exists():
             os.unlink(named)
         for file in sorted(stale.difference(files)):
@@ -103,21 +110,25 @@ class Exchange:
         return {key_of(name): tag for name, tag in self.tags.items()}
 
 
-def begin(directory: Path, stem: str, num_files: int, contents: Mapping[str, bytes | None]) -> Exchange:
+def begin(
+    directory: Path, stem: str, num_files: int, contents: Mapping[str, bytes | None]
+) -> Exchange:
     """Make room for a new checkpoint, and write the files beside its weights.
 
     **Arguments:**
 
     - `directory`: an existing directory.
     - `num_files`: the number of weight files.
-    - `contents`: the content of each file beside the weights; `None` for a file that is to be removed.
+    - `contents`: the content of each file beside the weights; `None` for a file that is
+        to be removed.
     """
     tidy(directory)
     tags = {}
     is_new = not has_weights_beside(directory, contents)
     is_new = is_new and not any((directory / name).exists() for name in contents)
     for name, content in contents.items():
-        before, after = read_if_there(directory / name), content or b""
+        before = read_if_there(directory / name)
+        after = content or b""
         if before == after:
             continue
         if is_new:
@@ -130,19 +141,24 @@ def begin(directory: Path, stem: str, num_files: int, contents: Mapping[str, byt
 
 
 def _free_names(directory: Path, stem: str, num_files: int) -> list[Path]:
-    """Return names for weight files. Several files do not take the names of those in force."""
+    """Return names for weight files. Several files do not take the names of those in
+    force."""
     if num_files == 1:
         return [directory / single(stem)]
     used = files_in_force(directory, stem)
     for own in itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2))):
-        files = [directory / f"{own}-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+        files = [
+            directory / f"{own}-{i + 1:05d}-of-{num_files:05d}.safetensors"
+            for i in range(num_files)
+        ]
         if not used.intersection(files):
             return files
     raise AssertionError
 
 
 def tidy(directory: Path) -> None:
-    """Finish an interrupted save if its weights are in force. Remove the temporary files of all others."""
+    """Finish an interrupted save if its weights are in force. Remove the temporary
+    files of all others."""
     for stem, names in COMPANIONS.items():
         for name, tag in tags_in_force(directory, stem, names).items():
             _put_in_force(waiting_file(directory, name, tag), directory / name)
@@ -168,7 +184,8 @@ def tidied_after_error(directory: Path) -> Iterator[None]:
 
 
 def temporary(file: Path) -> Path:
-    """Return a new temporary path for a file, before it gets its name. `tidy` knows it."""
+    """Return a new temporary path for a file, before it gets its name. `tidy` knows
+    it."""
     return file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
 
 

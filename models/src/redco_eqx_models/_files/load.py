@@ -36,7 +36,13 @@ from redco_eqx_models._files.directory import (
     unchanged,
     weight_files,
 )
-from redco_eqx_models._files.names import Entry, count_stored, entries_of, list_problems, match_keys
+from redco_eqx_models._files.names import (
+    Entry,
+    count_stored,
+    entries_of,
+    list_problems,
+    match_keys,
+)
 from redco_eqx_models._files.pieces import place
 from redco_eqx_models._files.rename import hint_of_beginning, rename_keys
 from redco_eqx_models._files.safetensors import NAMES, Stored, open_file
@@ -59,19 +65,22 @@ def load_pretrained(
     pad_vocabulary_to: int = 1,
     rename: Mapping[str, str | None] | None = None,
 ) -> Any:
-    """Load the model from a directory that Hugging Face's libraries or `save_pretrained` wrote, or from the
-    folder of one part of a diffusers pipeline.
+    """Load the model from a directory that Hugging Face's libraries or
+    `save_pretrained` wrote, or from the folder of one part of a diffusers pipeline.
 
-    Loading computes nothing. An array is never whole on the host unless it is whole on a device: each process
-    reads each slice once, directly for the devices that need it. Weights are in `model.safetensors`, or in
-    the files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
-    `_class_name` instead of a `model_type`, they are in `diffusion_pytorch_model.safetensors`.
+    Loading computes nothing. An array is never whole on the host unless it is whole on
+    a device: each process reads each slice once, directly for the devices that need it.
+    Weights are in `model.safetensors`, or in the files that
+    `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json`
+    has a `_class_name` instead of a `model_type`, they are in
+    `diffusion_pytorch_model.safetensors`.
 
-    It also accepts files of the bare model, norms with `gamma` and `beta`, and the attention of an autoencoder
-    under its old names, even as convolutions of one pixel. It ignores masks and frequencies among the keys.
-    Instead of the embedding table, or beside it, it accepts a head that the configuration ties to the table. A
-    head beside the table must equal the table bit for bit, and is not kept. It warns about arrays of other
-    heads, which the model does not have, and names them.
+    It also accepts files of the bare model, norms with `gamma` and `beta`, and the
+    attention of an autoencoder under its old names, even as convolutions of one pixel.
+    It ignores masks and frequencies among the keys. Instead of the embedding table, or
+    beside it, it accepts a head that the configuration ties to the table. A head beside
+    the table must equal the table bit for bit, and is not kept. It warns about arrays
+    of other heads, which the model does not have, and names them.
 
     ```python
     model = models.load_pretrained("tiny", mesh, stacked=True, remat="row_out")
@@ -79,80 +88,111 @@ def load_pretrained(
 
     **Arguments:**
 
-    - `directory`: with `config.json` and weights. Its `generation_config.json`, if there is one, names the
-        tokens that end a text of `generate`.
-    - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the model on the batch that
-        its method `example` returns. Without it, the model is on the default device.
-    - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of your
-        own. By default, this library's family that `config.json` names.
-    - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of the file.
-    - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for `jax.lax.scan`), so
-        that compile time does not grow with depth; false for a list of layers.
-    - `remat`: the choice of activations that the backward pass recomputes (see `scan_layers`).
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
-        half precision if there is no mask, bias or dropout, and otherwise XLA's.
-    - `sequence_parallel`: true to split the stream between layers over `tensor` along the token dimension, see
-        `scan_layers`.
+    - `directory`: with `config.json` and weights. Its `generation_config.json`, if
+        there is one, names the tokens that end a text of `generate`.
+    - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the
+        model on the batch that its method `example` returns. Without it, the model is
+        on the default device.
+    - `family`: the classes of the configuration and of the model, for a `model_type`
+        (or `_class_name`) of your own. By default, this library's family that
+        `config.json` names.
+    - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of
+        the file.
+    - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for
+        `jax.lax.scan`), so that compile time does not grow with depth; false for a list
+        of layers.
+    - `remat`: the choice of activations that the backward pass recomputes (see
+        `scan_layers`).
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
+        default cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
+        and otherwise XLA's.
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along
+        the token dimension, see `scan_layers`.
     - `overrides`: as for `shard_rules`.
-    - `entries`: entries that replace those of `config.json`, under any of their names, such as dropout rates or
-        `{"num_labels": 3}`.
-    - `key`: for arrays that the files lack in a head that the family states. For example,
-        `family=(BertConfig, BertForSequenceClassification)` adds a classifier to a model that was trained
-        without one.
-    - `pad_vocabulary_to`: adds rows of zeros to the embedding table and the head, up to a multiple of this
-        number (see [`pad_vocabulary`][]). Pass `mesh.shape["tensor"]` to split a vocabulary that does not
-        divide evenly.
-    - `rename`: new beginnings for keys in the weight files, `{old: new}`; `None` leaves those keys out. If two
-        of them fit a key, the longer one counts. `{"_orig_mod.": ""}` reads the weights of a module from
-        `torch.compile`, `{"module.": ""}` of one from `DataParallel`, and
-        `{"language_model.": "", "vision_tower.": None}` a part of a larger model. If the keys do not fit the
-        model, but would without their beginning, the error states the `rename` to pass.
+    - `entries`: entries that replace those of `config.json`, under any of their names,
+        such as dropout rates or `{"num_labels": 3}`.
+    - `key`: for arrays that the files lack in a head that the family states. For
+        example, `family=(BertConfig, BertForSequenceClassification)` adds a classifier
+        to a model that was trained without one.
+    - `pad_vocabulary_to`: adds rows of zeros to the embedding table and the head, up to
+        a multiple of this number (see [`pad_vocabulary`][]). Pass
+        `mesh.shape["tensor"]` to split a vocabulary that does not divide evenly.
+    - `rename`: new beginnings for keys in the weight files, `{old: new}`; `None` leaves
+        those keys out. If two of them fit a key, the longer one counts.
+        `{"_orig_mod.": ""}` reads the weights of a module from `torch.compile`,
+        `{"module.": ""}` of one from `DataParallel`, and
+        `{"language_model.": "", "vision_tower.": None}` a part of a larger model. If
+        the keys do not fit the model, but would without their beginning, the error
+        states the `rename` to pass.
 
     **Raises:**
 
-    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file that the index names does
-        not exist.
-    - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
-        supported, a number of layers that differs from the files (before any layer is made), missing or
-        unexpected keys, a wrong shape, a truncated file, a wrong index, weights that exist only as a pickle, or
-        a dtype that is not floating. Also for a directory that is an address (`gs://bucket`), and a `rename`
-        that fits no key, or gives two keys one name. Errors about arguments and `config.json` are raised before
-        any weight is read.
-    - `OSError` if other programs keep saving to the directory. After one save during the load, it reads again.
+    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file
+        that the index names does not exist.
+    - `ValueError`, naming the file and the key, for a `model_type` or an entry of
+        `config.json` that is not supported, a number of layers that differs from the
+        files (before any layer is made), missing or unexpected keys, a wrong shape, a
+        truncated file, a wrong index, weights that exist only as a pickle, or a dtype
+        that is not floating. Also for a directory that is an address (`gs://bucket`),
+        and a `rename` that fits no key, or gives two keys one name. Errors about
+        arguments and `config.json` are raised before any weight is read.
+    - `OSError` if other programs keep saving to the directory. After one save during
+        the load, it reads again.
     """
     directory = local_directory("load_pretrained", directory)
     kind = None if dtype is None else _check_dtype(dtype)
-    read = functools.partial(_read_directory, directory, family, entries or {}, pad_vocabulary_to)
+    read = functools.partial(
+        _read_directory, directory, family, entries or {}, pad_vocabulary_to
+    )
     config, make_model, stored = unchanged("load_pretrained", directory, read)
     if rename is not None:
         stored = rename_keys(directory, stored, rename)
     if make_model.tied_by_file:
         config = _as_stored(config, stored, make_model)
-    options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
+    options = Options(
+        remat=remat, attention=attention, sequence_parallel=sequence_parallel
+    )
 
     def make(stacked: bool, options: Options = options) -> Any:
         model = eqx.filter_eval_shape(
-            lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
+            lambda key: make_model(config, stacked=stacked, key=key, **options),
+            jax.random.key(0),
         )
-        return model if pad_vocabulary_to == 1 else pad_vocabulary(model, pad_vocabulary_to)
+        return (
+            model
+            if pad_vocabulary_to == 1
+            else pad_vocabulary(model, pad_vocabulary_to)
+        )
 
     _check_layers(directory, config, make_model, make, stored)
     model = make(stacked)
     if mesh is None:
         mesh = make_mesh(devices=list(jnp.zeros(()).devices()))
-    # No option changes the layout, but cuDNN's attention cannot be traced without a GPU.
-    traced = make(stacked, Options(attention="xla")) if mesh.shape.get("tensor", 1) > 1 else model
+    # No option changes the layout, but cuDNN's attention cannot be traced without a
+    # GPU.
+    traced = (
+        make(stacked, Options(attention="xla"))
+        if mesh.shape.get("tensor", 1) > 1
+        else model
+    )
     layout = shardings_by_path(_layout(traced, mesh, overrides))
-    stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
+    stored_leaves = entries_of(model)
+    may_lack = () if key is None else make_model.heads
     found = _find(directory, stored, stored_leaves, model, may_lack=may_lack)
     buffers = [entry for entry in stored_leaves if entry.path in make_model.buffers]
     others = [entry for entry in stored_leaves if entry.path not in make_model.buffers]
     here = [entry for entry in others if all(name in found for name in entry.keys)]
-    arrays: dict[str, Array | np.ndarray] = {entry.path: _buffer(entry, found, kind) for entry in buffers}
+    arrays: dict[str, Array | np.ndarray] = {
+        entry.path: _buffer(entry, found, kind) for entry in buffers
+    }
     arrays |= place(here, found, layout, kind)
-    lacking = {entry.path: layout[entry.path] for entry in others if entry.path not in arrays}
+    lacking = {
+        entry.path: layout[entry.path] for entry in others if entry.path not in arrays
+    }
     if lacking and key is not None:
-        arrays |= _make_anew(lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key)
+        arrays |= _make_anew(
+            lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key
+        )
 
     def loaded(keypath: KeyPath, x: Any) -> Any:
         is_array = isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray)
@@ -162,7 +202,8 @@ def load_pretrained(
 
 
 def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
-    """Return `shard_rules` for the model's program, or by names if it has no example or `tensor` is 1."""
+    """Return `shard_rules` for the model's program, or by names if it has no example or
+    `tensor` is 1."""
     num_rows = 8 * mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
     batch = model.example(num_rows) if mesh.shape.get("tensor", 1) > 1 else None
     if batch is None:
@@ -170,7 +211,9 @@ def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Array:
         outputs = jax.tree.leaves(model(*batch))
-        return sum((jnp.mean(x.astype(jnp.float32) ** 2) for x in outputs), jnp.float32(0))
+        return sum(
+            (jnp.mean(x.astype(jnp.float32) ** 2) for x in outputs), jnp.float32(0)
+        )
 
     return shard_rules(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
 
@@ -181,21 +224,33 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype:
     except TypeError as error:
         raise ValueError(f"load_pretrained: dtype={dtype!r} is not a dtype.") from error
     if kind.name not in NAMES:
-        raise ValueError(f"load_pretrained: dtype={kind.name}, but it must be one of {', '.join(NAMES)}.")
+        raise ValueError(
+            f"load_pretrained: dtype={kind.name}, but it must be one of "
+            f"{', '.join(NAMES)}."
+        )
     if jax.dtypes.canonicalize_dtype(kind) != kind:
-        raise ValueError("load_pretrained: dtype=float64 needs jax.config.update('jax_enable_x64', True).")
+        raise ValueError(
+            "load_pretrained: dtype=float64 needs jax.config.update('jax_enable_x64', "
+            "True)."
+        )
     return kind
 
 
-def _read_config(directory: Path, family: Family | None, entries: Mapping[str, Json]) -> tuple[BaseConfig, Any]:
+def _read_config(
+    directory: Path, family: Family | None, entries: Mapping[str, Json]
+) -> tuple[BaseConfig, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"load_pretrained: {directory} is not a directory. Download a model of the Hub with "
-            "huggingface_hub.snapshot_download(name), which returns its directory."
+            f"load_pretrained: {directory} is not a directory. Download a model of the "
+            "Hub with huggingface_hub.snapshot_download(name), which returns its "
+            "directory."
         )
     file = file_in_force("load_pretrained", directory, CONFIG)
     if file is None:
-        raise FileNotFoundError(f"load_pretrained: {directory} has no config.json, which describes the model.")
+        raise FileNotFoundError(
+            f"load_pretrained: {directory} has no config.json, which describes the "
+            "model."
+        )
     generation = file_in_force("load_pretrained", directory, GENERATION)
     try:
         config, make_model = read_family(read_json(file), family, entries)
@@ -206,9 +261,13 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
 
 
 def _read_directory(
-    directory: Path, family: Family | None, entries: Mapping[str, Json], pad_vocabulary_to: int
+    directory: Path,
+    family: Family | None,
+    entries: Mapping[str, Json],
+    pad_vocabulary_to: int,
 ) -> tuple[BaseConfig, Any, dict[str, Stored]]:
-    """Read the configuration, and open the weights. Once they are open, another save does not change them."""
+    """Read the configuration, and open the weights. Once they are open, another save
+    does not change them."""
     config, make_model = _read_config(directory, family, entries)
     if pad_vocabulary_to != 1:
         check_can_pad(make_model, pad_vocabulary_to)
@@ -216,50 +275,78 @@ def _read_directory(
 
 
 def _check_layers(
-    directory: Path, config: BaseConfig, family: type[Model], make: Callable[[bool], Any], stored: Iterable[str]
+    directory: Path,
+    config: BaseConfig,
+    family: type[Model],
+    make: Callable[[bool], Any],
+    stored: Iterable[str],
 ) -> None:
-    """Raise `ValueError` if the number of layers differs from the files, before each of them is made.
+    """Raise `ValueError` if the number of layers differs from the files, before each of
+    them is made.
 
-    `make` stacks the layers, so only one is made, whatever their number; models of images cannot be stacked.
+    `make` stacks the layers, so only one is made, whatever their number; models of
+    images cannot be stacked.
     """
-    problems, model = [], make(True) if family.stacks else None
+    problems = []
+    model = make(True) if family.stacks else None
     for stack in family.stacks:
         wanted = count_layers(attrgetter(stack)(model))
         if (found := count_stored(stored, stack, family)) != wanted:
-            problems.append(f"it has {wanted} layers at {stack}, the files have {found}")
-    for name in ("layers_per_block", "transformer_layers_per_block") if not family.stacks else ():
+            problems.append(
+                f"it has {wanted} layers at {stack}, the files have {found}"
+            )
+    for name in (
+        ("layers_per_block", "transformer_layers_per_block")
+        if not family.stacks
+        else ()
+    ):
         value = getattr(config, name, 1)
-        most = 1 + max((int(i) for key in stored for i in re.findall(r"\.(\d+)\.", key)), default=0)
+        most = 1 + max(
+            (int(i) for key in stored for i in re.findall(r"\.(\d+)\.", key)), default=0
+        )
         if max(value if isinstance(value, tuple) else (value,)) > most:
             problems.append(f"{name}={value}, the files have at most {most} in a row")
     if problems:
-        # A model whose layers are not stacked is not made here: it may have a billion of
-        # them. A beginning of its keys does not change the numbers in them anyway.
+        # A model whose layers are not stacked is not made here: it may have a billion
+        # of them. A beginning of its keys does not change the numbers in them anyway.
         hint = "" if model is None else hint_of_beginning(stored, family, model)
         if hint:
-            raise ValueError(f"load_pretrained: the keys in {directory} do not fit the model.{hint}")
+            raise ValueError(
+                f"load_pretrained: the keys in {directory} do not fit the model.{hint}"
+            )
         raise ValueError(
-            f"load_pretrained: config.json in {directory} does not match the weight files beside it: "
-            f"{'; '.join(problems)}. Take both from one checkpoint."
+            f"load_pretrained: config.json in {directory} does not match the weight "
+            f"files beside it: {'; '.join(problems)}. Take both from one checkpoint."
         )
 
 
-def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:
-    """Return the configuration, with the head tied or not as in the files, if they alone decide."""
+def _as_stored(
+    config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]
+) -> BaseConfig:
+    """Return the configuration, with the head tied or not as in the files, if they
+    alone decide."""
     head = "lm_head.weight"
     table = family.tied[head]
-    is_own = head in stored and table in stored and not _equal(stored[head], stored[table])
+    is_own = (
+        head in stored and table in stored and not _equal(stored[head], stored[table])
+    )
     return dataclasses.replace(config, **{"tie_word_embeddings": not is_own})
 
 
 def _make_anew(
-    make_model: Callable[[Key], Model], layout: dict[str, NamedSharding], dtype: np.dtype | None, key: Key
+    make_model: Callable[[Key], Model],
+    layout: dict[str, NamedSharding],
+    dtype: np.dtype | None,
+    key: Key,
 ) -> dict[str, Array]:
     """Return the arrays of a new model at these paths. The others are not computed."""
 
     def make(key: Key) -> dict[str, Array]:
         made = to_arrays(make_model(key))
-        return {path: made[path] if dtype is None else made[path].astype(dtype) for path in layout}
+        return {
+            path: made[path] if dtype is None else made[path].astype(dtype)
+            for path in layout
+        }
 
     return jax.jit(make, out_shardings=layout)(key)
 
@@ -277,11 +364,15 @@ def _find(
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
     found = {
-        key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
+        key: stored[name].as_matrix()
+        if any(re.search(x, key) for x in family.windowed)
+        else stored[name]
         for key, name in match.found.items()
     }
     given = {*found, *family.buffers}
-    missing = [key for key in shapes if key not in given and not key.startswith(may_lack)]
+    missing = [
+        key for key in shapes if key not in given and not key.startswith(may_lack)
+    ]
     misshapen = [(x, shapes[key]) for key, x in found.items() if x.shape != shapes[key]]
     untied = [
         (key, table)
@@ -292,28 +383,38 @@ def _find(
         "missing": [f"{key} {list(shapes[key])}" for key in missing],
         "unexpected": [f"{key} {list(stored[key].shape)}" for key in match.unexpected],
         "of a wrong shape": [
-            f"{x.key} {list(x.shape)} instead of {list(shape)} in {x.file.name}" for x, shape in misshapen
+            f"{x.key} {list(x.shape)} instead of {list(shape)} in {x.file.name}"
+            for x, shape in misshapen
         ],
-        "of an unsupported dtype": [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES],
-        "there twice": [f"{key} as {one} and as {two}" for key, one, two in match.twice],
-        "different from the table that config.json ties it to": [f"{key} and {table}" for key, table in untied],
+        "of an unsupported dtype": [
+            f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES
+        ],
+        "there twice": [
+            f"{key} as {one} and as {two}" for key, one, two in match.twice
+        ],
+        "different from the table that config.json ties it to": [
+            f"{key} and {table}" for key, table in untied
+        ],
     }
     if text := list_problems(problems):
         hint = hint_of_beginning(stored, family, model)
         raise ValueError(
-            f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json."
-            f"{text}{hint}"
+            f"load_pretrained: the keys in {directory} do not fit the "
+            f"{family.__name__} of its config.json.{text}{hint}"
         )
     if match.dropped:
         warnings.warn(
-            f"load_pretrained: {directory} also has arrays of a head that a {family.__name__} does not have, "
-            f"and that are left out: {first_few(match.dropped)}.",
+            f"load_pretrained: {directory} also has arrays of a head that a "
+            f"{family.__name__} does not have, and that are left out: "
+            f"{first_few(match.dropped)}.",
             stacklevel=3,
         )
     return found
 
 
-def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -> np.ndarray:
+def _buffer(
+    entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None
+) -> np.ndarray:
     """Return an array that is not trained; zeros if the files leave it out."""
     (key,) = entry.keys
     if key not in found:
@@ -328,18 +429,26 @@ def _open(directory: Path, stem: str) -> dict[str, Stored]:
     if isinstance(files, Path):
         return open_file(files)
     contents = {file: open_file(file) for file in sorted(set(files.values()))}
-    lacking = [f"{key} ({file.name})" for key, file in files.items() if key not in contents[file]]
+    lacking = [
+        f"{key} ({file.name})"
+        for key, file in files.items()
+        if key not in contents[file]
+    ]
     if lacking:
         raise ValueError(
-            f"load_pretrained: {directory}: the index puts keys into files without them: {first_few(lacking)}."
+            f"load_pretrained: {directory}: the index puts keys into files without "
+            f"them: {first_few(lacking)}."
         )
     return {key: contents[file][key] for key, file in files.items()}
 
 
 def _equal(one: Stored, other: Stored) -> bool:
-    """Return true if two matrices are equal bit for bit; a few rows at a time are in memory."""
+    """Return true if two matrices are equal bit for bit; a few rows at a time are in
+    memory."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     rows = max(1, 2**22 // math.prod(one.shape[1:]))
-    parts = [slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)]
+    parts = [
+        slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)
+    ]
     return all(one.read((p,)).tobytes() == other.read((p,)).tobytes() for p in parts)

@@ -1,4 +1,5 @@
-"""Leaf paths and keys of files: equal, except for stacked layers, matrices stored as one, and old spellings."""
+"""Leaf paths and keys of files: equal, except for stacked layers, matrices stored as
+one, and old spellings."""
 
 import dataclasses
 import re
@@ -21,12 +22,14 @@ class Entry:
 
     - `path`: the path of the leaf.
     - `shape`: the shape of the whole leaf.
-    - `keys`: one key, or one per number of a layer of a stack and of an expert, in their order.
+    - `keys`: one key, or one per number of a layer of a stack and of an expert, in
+        their order.
     - `stack`: the path of the stack, if the leaf's first dim is the layer number.
     - `numbered`: the leading dims that are numbers of layers and of experts.
     - `fused`: whether the last two dims are one in files.
-    - `start`, `num_rows`: for an array that files join with others, its first row there, and the number of rows
-        of all. For a padded vocabulary, 0 and the number of rows without padding.
+    - `start`, `num_rows`: for an array that files join with others, its first row
+        there, and the number of rows of all. For a padded vocabulary, 0 and the number
+        of rows without padding.
     """
 
     path: str
@@ -61,7 +64,8 @@ class Entry:
 
 def entries_of(model: Model) -> list[Entry]:
     """Return an entry per array of a `Model`, abstract or not, in the model's order."""
-    entries, arrays = [], to_arrays(model)
+    entries = []
+    arrays = to_arrays(model)
     for path, x in arrays.items():
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
         rest = "" if stack is None else path.removeprefix(f"{stack}.")
@@ -95,12 +99,15 @@ def _key(path: str, model: Model) -> str:
 
 
 def _joined(path: str, model: Model) -> tuple[str, list[str]]:
-    """Return the path in files, and the paths of all arrays that are joined under it, if there are any."""
+    """Return the path in files, and the paths of all arrays that are joined under it,
+    if there are any."""
     outer, _, kind = path.rpartition(".")
     outer, _, own = outer.rpartition(".")
     for name, parts in model.config.joined.items():
         if own in parts and kind in ("weight", "bias"):
-            return f"{outer}.{name}.{kind}", [f"{outer}.{part}.{kind}" for part in parts]
+            return f"{outer}.{name}.{kind}", [
+                f"{outer}.{part}.{kind}" for part in parts
+            ]
     return path, []
 
 
@@ -108,9 +115,10 @@ def _joined(path: str, model: Model) -> tuple[str, list[str]]:
 class Match:
     """The correspondence between the keys in files and those of a model.
 
-    - `found`: `{key of the model: key in the files}`. For a tied head and its table one is enough.
-    - `tied`: `{key in the files: key of the model}`, for heads that the model does not have because the
-        configuration ties them to the table of the other key.
+    - `found`: `{key of the model: key in the files}`. For a tied head and its table one
+        is enough.
+    - `tied`: `{key in the files: key of the model}`, for heads that the model does not
+        have because the configuration ties them to the table of the other key.
     - `dropped`: keys of heads that the model does not have.
     - `unexpected`: other keys in the files without a place in the model.
     - `twice`: `(key of the model, two keys in the files)`.
@@ -123,8 +131,11 @@ class Match:
     twice: list[tuple[str, str, str]]
 
 
-def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) -> Match:
-    """Match a model's keys to those of files, including under older names that `family` declares."""
+def match_keys(
+    keys: Iterable[str], wanted: Iterable[str], family: type[Model]
+) -> Match:
+    """Match a model's keys to those of files, including under older names that `family`
+    declares."""
     wanted = set(wanted)
     match = Match({}, {}, [], [], [])
     for key in keys:
@@ -142,15 +153,19 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
         elif not any(re.search(pattern, key) for pattern in family.ignored):
             match.unexpected.append(key)
     for head, table in list(match.tied.items()):
-        if table in wanted and table not in match.found:  # written once, under the other of its two names
+        if table in wanted and table not in match.found:
+            # Written once, under the other of its two names.
             match.found[table] = head
             del match.tied[head]
     return match
 
 
 def list_problems(problems: Mapping[str, Sequence[str]]) -> str:
-    """Return a line of an error for each kind of problem that some arrays have; `""` if there are none."""
-    return "".join(f"\n  {len(x)} {kind}: {first_few(x)}" for kind, x in problems.items() if x)
+    """Return a line of an error for each kind of problem that some arrays have; `""` if
+    there are none."""
+    return "".join(
+        f"\n  {len(x)} {kind}: {first_few(x)}" for kind, x in problems.items() if x
+    )
 
 
 def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:
@@ -162,6 +177,14 @@ def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:
 
 def _spellings(key: str, family: type[Model]) -> list[str]:
     old_spellings = (*OLD_SPELLINGS, *family.renamed.items())
-    names = [key, *(re.sub(old, new, key) for old, new in old_spellings if re.search(old, key))]
-    names += [name.removeprefix(outer) for outer in family.outer for name in names if name.startswith(outer)]
+    names = [
+        key,
+        *(re.sub(old, new, key) for old, new in old_spellings if re.search(old, key)),
+    ]
+    names += [
+        name.removeprefix(outer)
+        for outer in family.outer
+        for name in names
+        if name.startswith(outer)
+    ]
     return [prefix + name for prefix in ("", *family.prefixes) for name in names]

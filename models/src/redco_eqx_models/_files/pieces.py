@@ -1,4 +1,5 @@
-"""Transfer of arrays from files to devices, slice by slice, and from devices to files, one array at a time."""
+"""Transfer of arrays from files to devices, slice by slice, and from devices to files,
+one array at a time."""
 
 import functools
 import itertools
@@ -23,31 +24,42 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """First and last (exclusive) index of each dim."""
 
 NUM_READERS = 8
-"""The number of threads that read the layers of a stack. One alone takes twice as long as sending to a GPU."""
+"""The number of threads that read the layers of a stack. One alone takes twice as long
+as sending to a GPU."""
 
 
 def place(
-    entries: Iterable[Entry], found: dict[str, Stored], layout: dict[str, NamedSharding], dtype: np.dtype | None
+    entries: Iterable[Entry],
+    found: dict[str, Stored],
+    layout: dict[str, NamedSharding],
+    dtype: np.dtype | None,
 ) -> dict[str, Array]:
-    """Make the leaves of the entries, by path. Each distinct slice is read once, while the one before it is on
-    its way to its devices, so at most two slices are on the host.
+    """Make the leaves of the entries, by path. Each distinct slice is read once, while
+    the one before it is on its way to its devices, so at most two slices are on the
+    host.
 
     **Arguments:**
 
     - `found`: the stored array for each key.
     - `layout`: the sharding for each path.
-    - `dtype`: the dtype to convert to; by default the one that can represent the stored arrays of all keys of a
-        leaf.
+    - `dtype`: the dtype to convert to; by default the one that can represent the stored
+        arrays of all keys of a leaf.
 
     Raises `ValueError` for a dtype that JAX's configuration does not allow.
     """
     made: dict[str, Array] = {}
     sent: list[Array] = []
     for entry in entries:
-        kind, sharding, pieces = dtype or _dtype_of(entry, found), layout[entry.path], []
+        kind = dtype or _dtype_of(entry, found)
+        sharding = layout[entry.path]
+        pieces = []
         devices: dict[Bounds, list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
-            bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index or (), entry.shape))
+        for device, index in sharding.addressable_devices_indices_map(
+            entry.shape
+        ).items():
+            bounds = tuple(
+                dim.indices(size)[:2] for dim, size in zip(index or (), entry.shape)
+            )
             devices.setdefault(bounds, []).append(device)
         for bounds, group in devices.items():
             host = _read(entry, found, bounds, kind)
@@ -57,27 +69,37 @@ def place(
             pieces += sent
         for key in entry.keys:
             found[key].release()
-        made[entry.path] = jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces, dtype=kind)
+        made[entry.path] = jax.make_array_from_single_device_arrays(
+            entry.shape, sharding, pieces, dtype=kind
+        )
     return made
 
 
 def _dtype_of(entry: Entry, found: Mapping[str, Stored]) -> np.dtype:
     """Return the dtype that can represent the stored arrays of a leaf."""
-    dtype = functools.reduce(jnp.promote_types, (np.dtype(found[key].dtype) for key in entry.keys))
+    dtype = functools.reduce(
+        jnp.promote_types, (np.dtype(found[key].dtype) for key in entry.keys)
+    )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            f"load_pretrained: {entry.path} is float64 in {found[entry.keys[0]].file}. Pass "
-            "dtype=jnp.float32, or call jax.config.update('jax_enable_x64', True)."
+            f"load_pretrained: {entry.path} is float64 in {found[entry.keys[0]].file}. "
+            "Pass dtype=jnp.float32, or call jax.config.update('jax_enable_x64', True)."
         )
     return dtype
 
 
-def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+def _read(
+    entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype
+) -> np.ndarray:
     """Read a slice of a leaf, from each key that stores some of it."""
     size = entry.shape[-1] if entry.fused else None
-    outer, inner = bounds[: len(entry.numbered)], bounds[len(entry.numbered) :]
+    outer = bounds[: len(entry.numbered)]
+    inner = bounds[len(entry.numbered) :]
     # The leaf may begin later in the array of the file.
-    inner = (*((first + entry.start, last + entry.start) for first, last in inner[:1]), *inner[1:])
+    inner = (
+        *((first + entry.start, last + entry.start) for first, last in inner[:1]),
+        *inner[1:],
+    )
     if not outer:
         return _read_key(found[entry.keys[0]], inner, size).astype(dtype, copy=False)
     whole = np.empty([stop - start for start, stop in bounds], dtype)
@@ -105,7 +127,8 @@ def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
 
 
 def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
-    """Read a slice of a stored array. With `size`, its last dim stands for two, the second of that size."""
+    """Read a slice of a stored array. With `size`, its last dim stands for two, the
+    second of that size."""
     if size is None:
         return _read_rows(stored, bounds)
     *outer, (first, last), (start, stop) = bounds
@@ -118,7 +141,8 @@ def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
 
 
 class Piece(NamedTuple):
-    """An array in a file, and its leaf (and place in it), or several leaves, which files store as one."""
+    """An array in a file, and its leaf (and place in it), or several leaves, which
+    files store as one."""
 
     record: Record
     paths: tuple[str, ...]
@@ -126,12 +150,17 @@ class Piece(NamedTuple):
 
 
 def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
-    """Raise `ValueError` for arrays without numbers, or with a dtype that the format has no name for."""
+    """Raise `ValueError` for arrays without numbers, or with a dtype that the format
+    has no name for."""
     for path, x in arrays.items():
         if problem := _lack_of_value(x):
-            raise ValueError(f"{what}: {path} {problem}. Save the model of the newest state.")
+            raise ValueError(
+                f"{what}: {path} {problem}. Save the model of the newest state."
+            )
         if x.dtype.name not in NAMES:
-            raise ValueError(f"{what}: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
+            raise ValueError(
+                f"{what}: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}."
+            )
 
 
 def _lack_of_value(x: object) -> str | None:
@@ -153,8 +182,11 @@ def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Pie
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
         places = [(entry, index, key) for entry in group for index, key in entry.places]
-        for entry, index, key in places if stack is None else sorted(places, key=lambda place: place[1][0]):
-            dtype, paths = np.dtype(arrays[entry.path].dtype), (entry.path,)
+        for entry, index, key in (
+            places if stack is None else sorted(places, key=lambda place: place[1][0])
+        ):
+            dtype = np.dtype(arrays[entry.path].dtype)
+            paths = (entry.path,)
             if before := pieces.get(key):  # files store both as one
                 dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
                 paths = (*before.paths, entry.path)
@@ -169,9 +201,11 @@ def write_together(
     arrays: dict[str, AnyArray],
     write: Callable[[Iterator[np.ndarray]], object],
 ) -> None:
-    """Fetch the pieces one by one, and pass them to `write` on process 0. All processes must call this.
+    """Fetch the pieces one by one, and pass them to `write` on process 0. All processes
+    must call this.
 
-    An error in `write` is raised again. The other processes raise it as a `RuntimeError`.
+    An error in `write` is raised again. The other processes raise it as a
+    `RuntimeError`.
     """
     fetched = (_fetch(arrays, piece) for piece in pieces)
     error = None
@@ -181,17 +215,27 @@ def write_together(
     except Exception as caught:
         error = caught
     if jax.process_count() > 1:
-        for _ in fetched:  # every process takes part in each fetch, even if process 0 cannot write
+        for _ in fetched:
+            # Every process takes part in each fetch, even if process 0 cannot write.
             pass
-        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
-            raise RuntimeError(f"{what}: process 0 could not write {directory}; its error says why.")
+        if (
+            multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+            and error is None
+        ):
+            raise RuntimeError(
+                f"{what}: process 0 could not write {directory}; its error says why."
+            )
     if error is not None:
         raise error
 
 
 def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
     found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
-    whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
+    whole = (
+        found[0]
+        if len(found) == 1
+        else np.concatenate(found).astype(piece.record.dtype, copy=False)
+    )
     rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows
     return whole[rows].reshape(piece.record.shape)
 
@@ -199,7 +243,8 @@ def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
 def _fetch_one(x: Any, index: tuple[int, ...]) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return x[index]
-    # JAX keeps a host copy with its array, so fetch from a temporary copy on the devices.
+    # JAX keeps a host copy with its array, so fetch from a temporary copy on the
+    # devices.
     x = _take(x, index) if index else jnp.copy(x)
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)

@@ -39,7 +39,8 @@ class Stored:
     mapped: mmap.mmap = dataclasses.field(repr=False, compare=False)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice of the array. Nothing else of the file is read, and the slice only once it is used."""
+        """Read a slice of the array. Nothing else of the file is read, and the slice
+        only once it is used."""
         assert self.view is not None
         return self.view[index]
 
@@ -47,10 +48,13 @@ class Stored:
         """Return the kernel of a convolution of one pixel without its window."""
         if self.view is None or self.shape[2:] != (1, 1):
             return self
-        return dataclasses.replace(self, shape=self.shape[:2], view=self.view.reshape(self.shape[:2]))
+        return dataclasses.replace(
+            self, shape=self.shape[:2], view=self.view.reshape(self.shape[:2])
+        )
 
     def release(self) -> None:
-        """Release the memory of the parts of the file that were read, if the system can do so."""
+        """Release the memory of the parts of the file that were read, if the system can
+        do so."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -66,10 +70,12 @@ def open_file(file: Path) -> dict[str, Stored]:
         handle = safetensors.safe_open(str(file), framework="np")
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: {error}. Was it cut "
-            "short in a download or a copy, or is it a pointer of Git LFS?"
+            f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: "
+            f"{error}. Was it cut short in a download or a copy, or is it a pointer of "
+            "Git LFS?"
         ) from error
-    del handle  # it has checked the file, and would keep the parts that it read in memory
+    # It has checked the file, and would keep the parts that it read in memory.
+    del handle
     dtypes = {name: dtype for dtype, name in NAMES.items()}
     start, header = _read_header(file)
     with file.open("rb") as f:
@@ -103,22 +109,27 @@ class Record(NamedTuple):
 
 
 def write_file(
-    file: Path, records: Sequence[Record], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
+    file: Path,
+    records: Sequence[Record],
+    arrays: Iterable[np.ndarray],
+    metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file, and wait until it is on disk. The safetensors package's own writer needs all
-    arrays of a file at once.
+    """Write a safetensors file, and wait until it is on disk. The safetensors package's
+    own writer needs all arrays of a file at once.
 
     **Arguments:**
 
     - `file`: the path of the file, which is overwritten.
-    - `records`: the descriptions of the arrays. The arrays stay aligned if larger dtypes come first.
+    - `records`: the descriptions of the arrays. The arrays stay aligned if larger
+        dtypes come first.
     - `arrays`: the arrays, in the same order. Only one is in memory at a time.
     - `metadata`: the metadata of the whole file.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for record in records:
-        start, end = end, end + record.num_bytes
+        start = end
+        end = end + record.num_bytes
         kind = {"dtype": NAMES[record.dtype.name], "shape": record.shape}
         header[record.key] = {**kind, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,8 +1,10 @@
-"""The sole writer of a model directory. A second program that saves there waits until the first one has ended.
+"""The sole writer of a model directory. A second program that saves there waits until
+the first one has ended.
 
-On one host, a kernel lock decides. It ends with its process, however that process ends. Some file systems have
-no locks, and others do not pass them on to other hosts. So the writer also touches its file, and a program that
-finds the file of another host watches whether the time of the file changes.
+On one host, a kernel lock decides. It ends with its process, however that process ends.
+Some file systems have no locks, and others do not pass them on to other hosts. So the
+writer also touches its file, and a program that finds the file of another host watches
+whether the time of the file changes.
 """
 
 import contextlib
@@ -22,13 +24,15 @@ except ImportError:  # Windows
     fcntl = None
 
 FILE = ".writer.json"
-"""The file of the writer in a model directory. It exists only during a save, or after one that was killed."""
+"""The file of the writer in a model directory. It exists only during a save, or after
+one that was killed."""
 
 WAIT_SECONDS = 600.0
 """The limit on waiting for another program, which may be writing a large model."""
 
 TELL_SECONDS = 10.0
-BEAT_SECONDS, WATCH_SECONDS = 2.0, 12.0
+BEAT_SECONDS = 2.0
+WATCH_SECONDS = 12.0
 _SETTLE_SECONDS = 0.5
 
 _held: set[int] = set()
@@ -48,7 +52,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def only_writer(what: str, directory: Path) -> Iterator[None]:
-    """Keep other programs (and threads) from saving to a directory, which must exist. Wait for one that does.
+    """Keep other programs (and threads) from saving to a directory, which must exist.
+    Wait for one that does.
 
     **Arguments:**
 
@@ -63,16 +68,20 @@ def only_writer(what: str, directory: Path) -> Iterator[None]:
     fd = _wait(what, file)
     _held.add(fd)
     done = threading.Event()
-    beat = threading.Thread(target=_beat, args=(file, done), name="redco_eqx.writer", daemon=True)
+    beat = threading.Thread(
+        target=_beat, args=(file, done), name="redco_eqx.writer", daemon=True
+    )
     beat.start()
     try:
         yield
     finally:
         done.set()
-        beat.join(BEAT_SECONDS)  # a thread that a dead disk holds would hold this one too
+        # A thread that a dead disk holds would hold this one too.
+        beat.join(BEAT_SECONDS)
         try:
             if _is_in(fd, file):
-                with contextlib.suppress(OSError):  # the next writer finds the file without a lock
+                with contextlib.suppress(OSError):
+                    # The next writer finds the file without a lock.
                     os.unlink(file)
         finally:
             _release(fd)
@@ -89,9 +98,11 @@ def _wait(what: str, file: Path) -> int:
             lock = _lock(fd)
             found = _read(fd)
             if found != seen:
-                seen, seen_at = found, time.monotonic()
+                seen = found
+                seen_at = time.monotonic()
             is_late = time.monotonic() - seen_at > WATCH_SECONDS
-            # The last writer removed its file while this process waited for the lock on it.
+            # The last writer removed its file while this process waited for the lock on
+            # it.
             is_current = _is_in(fd, file)
             if is_current and _is_free(lock, found[0], is_late) and _take(fd, lock):
                 return fd
@@ -102,14 +113,15 @@ def _wait(what: str, file: Path) -> int:
         waited = time.monotonic() - start
         if waited > WAIT_SECONDS:
             raise TimeoutError(
-                f"{what}: {_name_of(found[0])} has been writing {file.parent} for {waited:.0f} seconds. Pass "
-                f"another directory, or wait until it ends. If it has ended, remove {file}."
+                f"{what}: {_name_of(found[0])} has been writing {file.parent} for "
+                f"{waited:.0f} seconds. Pass another directory, or wait until it ends. "
+                f"If it has ended, remove {file}."
             )
         if waited > TELL_SECONDS and not told:
             told = True
             warnings.warn(
-                f"{what}: waiting for {_name_of(found[0])}, which is writing {file.parent}, for at most "
-                f"{WAIT_SECONDS:.0f} seconds.",
+                f"{what}: waiting for {_name_of(found[0])}, which is writing "
+                f"{file.parent}, for at most {WAIT_SECONDS:.0f} seconds.",
                 stacklevel=2,
             )
         if is_current:
@@ -117,7 +129,8 @@ def _wait(what: str, file: Path) -> int:
 
 
 def _lock(fd: int) -> bool | None:
-    """Return true if this process has the kernel's lock; `None` if this file system has no locks."""
+    """Return true if this process has the kernel's lock; `None` if this file system has
+    no locks."""
     if fcntl is None:
         return None
     try:
@@ -151,8 +164,11 @@ def _is_running(pid: object) -> bool:
 
 
 def _take(fd: int, lock: bool | None) -> bool:
-    """Write the name of this process into the file. Return false if another process did so at once."""
-    text = json.dumps({"host": _host(), "pid": os.getpid(), "save": secrets.token_hex(8)}).encode()
+    """Write the name of this process into the file. Return false if another process did
+    so at once."""
+    text = json.dumps(
+        {"host": _host(), "pid": os.getpid(), "save": secrets.token_hex(8)}
+    ).encode()
     os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, text)
     os.ftruncate(fd, len(text))
@@ -193,7 +209,8 @@ def _release(fd: int) -> None:
     _held.remove(fd)
     if fcntl is not None:
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # also for children that were forked and have not closed it yet
+            # Also for children that were forked and have not closed it yet.
+            fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 

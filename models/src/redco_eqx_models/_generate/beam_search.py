@@ -12,7 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx_models._blocks.context import Cache
 from redco_eqx_models._blocks.decoder import Decoder
-from redco_eqx_models._generate.prompt import Prompt, Token, Tokens, prefill, read_prompt, special_tokens
+from redco_eqx_models._generate.prompt import (
+    Prompt,
+    Token,
+    Tokens,
+    prefill,
+    read_prompt,
+    special_tokens,
+)
 from redco_eqx_models._generate.sampling import largest
 from redco_eqx_models._own_mesh import on_own_mesh
 
@@ -33,9 +40,11 @@ class Rules:
 class Hypotheses(NamedTuple):
     """The complete texts of a beam search, best first.
 
-    - `tokens`: `(batch, num_beams, max_new_tokens)`, int32, with the end token and then padding.
-    - `scores`: `(batch, num_beams)`: the sum of the tokens' log-probabilities, over `length ** length_penalty`,
-        with the end token counted; -inf if there are no more texts.
+    - `tokens`: `(batch, num_beams, max_new_tokens)`, int32, with the end token and then
+        padding.
+    - `scores`: `(batch, num_beams)`: the sum of the tokens' log-probabilities, over
+        `length ** length_penalty`, with the end token counted; -inf if there are no
+        more texts.
     """
 
     tokens: Int[Array, "b beams new"]
@@ -43,7 +52,8 @@ class Hypotheses(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The texts that continue, most probable first. At the beginning, there is one without tokens.
+    """The texts that continue, most probable first. At the beginning, there is one
+    without tokens.
 
     - `tokens`: the tokens so far, and then padding.
     - `scores`: sums of log-probabilities; -inf for a beam that does not exist.
@@ -59,7 +69,8 @@ class Search(NamedTuple):
     """The state of a search.
 
     - `step`: number of tokens of each beam.
-    - `length_penalty`: the argument of `beam_search`; a different value needs no new compilation.
+    - `length_penalty`: the argument of `beam_search`; a different value needs no new
+        compilation.
     - `is_open`: for each text, whether further steps can change its complete texts.
     """
 
@@ -70,11 +81,15 @@ class Search(NamedTuple):
     is_open: Bool[Array, " b"]
 
 
-def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: Rules) -> Search:
-    """Return the state before the first token. Rows that are not open stay empty. Scores have the penalty's
-    dtype.
+def begin(
+    is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: Rules
+) -> Search:
+    """Return the state before the first token. Rows that are not open stay empty.
+    Scores have the penalty's dtype.
     """
-    size, new, dtype = is_open.shape[0], rules.max_new_tokens, length_penalty.dtype
+    size = is_open.shape[0]
+    new = rules.max_new_tokens
+    dtype = length_penalty.dtype
     beams = Beams(
         jnp.full((size, 1, new), rules.pad, jnp.int32),
         jnp.zeros((size, 1), dtype),
@@ -85,11 +100,14 @@ def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: R
     return Search(jnp.zeros((), jnp.int32), length_penalty, beams, found, is_open)
 
 
-def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules) -> Search:
+def advance(
+    search: Search, logits: Float[Array, "b beams vocab"], rules: Rules
+) -> Search:
     """Add one token, based on the logits after each beam.
 
-    The `num_beams` most probable continuations that do not end become the next beams. Continuations that end
-    are compared with the complete texts so far, if they are among the `num_beams` most probable of all.
+    The `num_beams` most probable continuations that do not end become the next beams.
+    Continuations that end are compared with the complete texts so far, if they are
+    among the `num_beams` most probable of all.
     """
     candidates, is_end = _continued(search.step, search.beams, logits, rules)
     step = search.step + 1
@@ -98,28 +116,40 @@ def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules)
     order = jnp.argsort(is_end, axis=1, stable=True)[:, : rules.num_beams]
     going = candidates._replace(scores=jnp.where(is_end, -jnp.inf, candidates.scores))
     beams = Beams(*(_pick(x, order) for x in going))
-    beams = beams._replace(path=beams.path.at[:, :, search.step].set(rank[: rules.num_beams]))
+    beams = beams._replace(
+        path=beams.path.at[:, :, search.step].set(rank[: rules.num_beams])
+    )
 
-    enters = (is_end | (step == rules.max_new_tokens)) & (rank < rules.num_beams) & search.is_open[:, None]
+    enters = (
+        (is_end | (step == rules.max_new_tokens))
+        & (rank < rules.num_beams)
+        & search.is_open[:, None]
+    )
     scores = candidates.scores / step**search.length_penalty
-    found = _best(search.found, Hypotheses(candidates.tokens, jnp.where(enters, scores, -jnp.inf)))
+    found = _best(
+        search.found, Hypotheses(candidates.tokens, jnp.where(enters, scores, -jnp.inf))
+    )
 
     search = search._replace(step=step, beams=beams, found=found)
     return search._replace(is_open=search.is_open & ~_is_closed(search, rules))
 
 
 def _continued(
-    step: Int[Array, ""], beams: Beams, logits: Float[Array, "b beams vocab"], rules: Rules
+    step: Int[Array, ""],
+    beams: Beams,
+    logits: Float[Array, "b beams vocab"],
+    rules: Rules,
 ) -> tuple[Beams, Bool[Array, "b candidates"]]:
-    """Return the most probable continuations, in order, and a mask of those that end. They include `num_beams`
-    that do not end, if there are as many.
+    """Return the most probable continuations, in order, and a mask of those that end.
+    They include `num_beams` that do not end, if there are as many.
     """
     vocabulary = logits.shape[-1]
     logits = logits.astype(beams.scores.dtype)
     scores = jax.nn.log_softmax(logits, axis=-1) + beams.scores[:, :, None]
     num = (1 + len(rules.ends)) * rules.num_beams
     scores, places = largest(scores, min(num, scores.shape[1] * vocabulary))
-    missing = [(0, 0), (0, max(0, rules.num_beams - scores.shape[1]))]  # in a tiny vocabulary
+    # In a tiny vocabulary.
+    missing = [(0, 0), (0, max(0, rules.num_beams - scores.shape[1]))]
     scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
     parent, token = jnp.divmod(jnp.pad(places, missing), vocabulary)
     tokens = _pick(beams.tokens, parent).at[:, :, step].set(token.astype(jnp.int32))
@@ -135,8 +165,10 @@ def _best(found: Hypotheses, new: Hypotheses) -> Hypotheses:
 
 
 def _is_closed(search: Search, rules: Rules) -> Bool[Array, " b"]:
-    """Return true if no better text is to be expected (transformers 5, `_check_early_stop_heuristic`)."""
-    best, worst = search.beams.scores[:, 0], search.found.scores[:, -1]
+    """Return true if no better text is to be expected (transformers 5,
+    `_check_early_stop_heuristic`)."""
+    best = search.beams.scores[:, 0]
+    worst = search.found.scores[:, -1]
     if rules.early_stopping is True:
         return (best == -jnp.inf) | (worst > -jnp.inf)
     length = search.step
@@ -165,13 +197,14 @@ def beam_search(
     eos_token_id: Token | Sequence[Token] | Tokens | None = None,
     pad_token_id: Token | None = None,
 ) -> Hypotheses:
-    """Search for the best-scoring texts that follow each row of `inputs`, with the beam search of transformers
-    5.
+    """Search for the best-scoring texts that follow each row of `inputs`, with the beam
+    search of transformers 5.
 
-    It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The beams of a row share
-    one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees
-    the slots of its own tokens. If a `tensor` axis splits the vocabulary, a step communicates, besides the
-    layers' traffic, two numbers per beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
+    It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The
+    beams of a row share one cache: it stores the prompt, or the encoder's output, once,
+    nothing is reordered, and each beam sees the slots of its own tokens. If a `tensor`
+    axis splits the vocabulary, a step communicates, besides the layers' traffic, two
+    numbers per beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
     candidates of a row. It communicates nothing over the batch.
 
     ```python
@@ -181,48 +214,63 @@ def beam_search(
 
     **Arguments:**
 
-    - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,
-        `pad_token_id`: as for `generate`.
-    - `num_beams`: the number of texts to follow. With 1, the search is greedy, and `early_stopping` has no
-        effect.
-    - `length_penalty`: the score of a text is the sum of its log-probabilities, divided by its number of new
-        tokens to this power. A value above 0 favours long texts, a value below 0 short ones.
-    - `early_stopping`: when a row with `num_beams` complete texts ends. `True`: at once. `False`: when its
-        best beam, if it ended now, would not be among the best texts. `"never"`: when its best beam cannot
-        become one of the best texts, however it continues (as in Flax's beam search in transformers 4).
+    - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`,
+        `eos_token_id`, `pad_token_id`: as for `generate`.
+    - `num_beams`: the number of texts to follow. With 1, the search is greedy, and
+        `early_stopping` has no effect.
+    - `length_penalty`: the score of a text is the sum of its log-probabilities, divided
+        by its number of new tokens to this power. A value above 0 favours long texts, a
+        value below 0 short ones.
+    - `early_stopping`: when a row with `num_beams` complete texts ends. `True`: at
+        once. `False`: when its best beam, if it ended now, would not be among the best
+        texts. `"never"`: when its best beam cannot become one of the best texts,
+        however it continues (as in Flax's beam search in transformers 4).
 
     **Returns:**
 
-    `Hypotheses(tokens, scores)`, of shapes `(batch, num_beams, max_new_tokens)` and `(batch, num_beams)`, best
-    first: the best text of each row is `tokens[:, 0]`.
+    `Hypotheses(tokens, scores)`, of shapes `(batch, num_beams, max_new_tokens)` and
+    `(batch, num_beams)`, best first: the best text of each row is `tokens[:, 0]`.
 
     **Raises:**
 
-    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, a token
-    outside the vocabulary (as for `generate`), or a text longer than the table of positions.
+    `ValueError`, before anything is compiled, for an argument out of its range, shapes
+    that do not fit, a token outside the vocabulary (as for `generate`), or a text
+    longer than the table of positions.
     """
     check_options(num_beams, length_penalty, early_stopping)
-    prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
+    prompt = read_prompt(
+        "beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens
+    )
     ends, pad = special_tokens("beam_search", model, eos_token_id, pad_token_id)
     early_stopping = True if num_beams == 1 else early_stopping
     rules = Rules(int(max_new_tokens), int(num_beams), early_stopping, ends, pad)
     return _search(model, prompt, jnp.asarray(length_penalty, float), rules)
 
 
-def check_options(num_beams: int, length_penalty: float, early_stopping: object) -> None:
+def check_options(
+    num_beams: int, length_penalty: float, early_stopping: object
+) -> None:
     """Raise `ValueError` for options out of their range."""
     if not (num_beams >= 1 and num_beams % 1 == 0):
-        raise ValueError(f"beam_search: num_beams={num_beams}, but it must be an integer, at least 1.")
+        raise ValueError(
+            f"beam_search: num_beams={num_beams}, but it must be an integer, at least "
+            "1."
+        )
     if not math.isfinite(length_penalty):
-        raise ValueError(f"beam_search: length_penalty={length_penalty}, but it must be finite.")
+        raise ValueError(
+            f"beam_search: length_penalty={length_penalty}, but it must be finite."
+        )
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(
-            f"beam_search: early_stopping={early_stopping!r}, but it must be True, False or 'never'."
+            f"beam_search: early_stopping={early_stopping!r}, but it must be True, "
+            "False or 'never'."
         )
 
 
 @eqx.filter_jit
-def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], rules: Rules) -> Hypotheses:
+def _search(
+    model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], rules: Rules
+) -> Hypotheses:
     logits, cache, run = prefill(model, prompt, rules.max_new_tokens * rules.num_beams)
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     search = begin(~prompt.is_empty, length_penalty.astype(dtype), rules)
@@ -231,11 +279,16 @@ def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], ru
 
     def body(carry: tuple[Search, Cache]) -> tuple[Search, Cache]:
         search, cache = carry
-        last, beams = search.step - 1, search.beams
-        tokens = jax.lax.dynamic_index_in_dim(beams.tokens, last, axis=2, keepdims=False)
+        last = search.step - 1
+        beams = search.beams
+        tokens = jax.lax.dynamic_index_in_dim(
+            beams.tokens, last, axis=2, keepdims=False
+        )
         positions = jnp.broadcast_to(lengths + last, tokens.shape)
         mask = _visible(prompt.real, beams)
-        hidden, cache = run(tokens, attention_mask=mask, positions=positions, cache=cache)
+        hidden, cache = run(
+            tokens, attention_mask=mask, positions=positions, cache=cache
+        )
         assert cache is not None  # because the call passed one
         return advance(search, model.logits(hidden), rules), cache
 
@@ -248,10 +301,11 @@ def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], ru
 
 
 def _visible(real: Bool[Array, "b p"], beams: Beams) -> Bool[Array, "b beams slots"]:
-    """Return the slots that the last token of each beam sees: the prompt's, and at each step that of its own
-    token.
+    """Return the slots that the last token of each beam sees: the prompt's, and at each
+    step that of its own token.
 
-    After the prompt come the tokens of all beams at the first step, then at the second, and so on.
+    After the prompt come the tokens of all beams at the first step, then at the second,
+    and so on.
     """
     size, num_beams, _ = beams.path.shape
     prompt = jnp.broadcast_to(real[:, None], (size, num_beams, real.shape[1]))

@@ -1,4 +1,5 @@
-"""The beginning of a text: checks of its arguments, the tokens that end it, and the model's first logits."""
+"""The beginning of a text: checks of its arguments, the tokens that end it, and the
+model's first logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +21,15 @@ from redco_eqx_models._blocks.model import unstack
 Tokens: TypeAlias = Array | np.ndarray
 Token: TypeAlias = int | np.integer
 Step: TypeAlias = Callable[..., tuple[Array, Cache | None]]
-"""`step(tokens, cache=cache)` returns hidden states and the new cache, as `DecoderLM.hidden_states` does."""
+"""`step(tokens, cache=cache)` returns hidden states and the new cache, as
+`DecoderLM.hidden_states` does."""
 
 
 class Prompt(eqx.Module):
     """The input for each text.
 
-    - `tokens`, `real`: `(batch, prompt)`, the tokens that the decoder reads before the first new token, and a
-        mask of those that are not padding.
+    - `tokens`, `real`: `(batch, prompt)`, the tokens that the decoder reads before the
+        first new token, and a mask of those that are not padding.
     - `source`, `source_mask`: the encoder's input; `None` without an encoder.
     """
 
@@ -39,7 +41,9 @@ class Prompt(eqx.Module):
     @property
     def is_empty(self) -> Bool[Array, " b"]:
         """True for each text that is only padding."""
-        return ~jnp.any(self.real if self.source_mask is None else self.source_mask, axis=1)
+        return ~jnp.any(
+            self.real if self.source_mask is None else self.source_mask, axis=1
+        )
 
 
 def read_prompt(
@@ -50,74 +54,111 @@ def read_prompt(
     decoder_input_ids: Tokens | None,
     max_new_tokens: int,
 ) -> Prompt:
-    """Make the prompt from the arguments of the function `name`. Raise `ValueError` if the arguments are not
-    valid for this function.
+    """Make the prompt from the arguments of the function `name`. Raise `ValueError` if
+    the arguments are not valid for this function.
     """
     if not isinstance(model, Decoder):
         raise TypeError(
-            f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), but is a "
-            f"{type(model).__name__}. For a state, pass state.model first."
+            f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), "
+            f"but is a {type(model).__name__}. For a state, pass state.model first."
         )
-    given = {"inputs": inputs, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+    given = {
+        "inputs": inputs,
+        "attention_mask": attention_mask,
+        "decoder_input_ids": decoder_input_ids,
+    }
     for argument, x in given.items():
         if x is not None and not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(
-                f"{name}: {argument} must be an array, (batch, length), but is a {type(x).__name__}. For "
-                'text, pass tokenizer(texts, padding=True, return_tensors="np")["input_ids"]. For lists of one '
-                "length, pass np.array(ids). Pad other lists, and pass an attention_mask, too."
+                f"{name}: {argument} must be an array, (batch, length), but is a "
+                f"{type(x).__name__}. For "
+                "text, pass tokenizer(texts, padding=True, "
+                'return_tensors="np")["input_ids"]. For lists of one '
+                "length, pass np.array(ids). Pad other lists, and pass an "
+                "attention_mask, too."
             )
     if not (max_new_tokens >= 1 and max_new_tokens % 1 == 0):
-        raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be an integer, at least 1.")
+        raise ValueError(
+            f"{name}: max_new_tokens={max_new_tokens}, but it must be an integer, at "
+            "least 1."
+        )
     tokens = inputs
     if not isinstance(model, EncoderDecoder) or jnp.ndim(inputs) != 4:
         _check_tokens(name, "inputs", model, inputs, attention_mask)
     elif attention_mask is not None:
-        raise ValueError(f"{name}: attention_mask is for texts, but inputs has shape {jnp.shape(inputs)}.")
+        raise ValueError(
+            f"{name}: attention_mask is for texts, but inputs has shape "
+            f"{jnp.shape(inputs)}."
+        )
     if isinstance(model, EncoderDecoder):
         size = jnp.shape(inputs)[0]
-        tokens = _start(name, model, size) if decoder_input_ids is None else decoder_input_ids
+        tokens = (
+            _start(name, model, size)
+            if decoder_input_ids is None
+            else decoder_input_ids
+        )
         _check_tokens(name, "decoder_input_ids", model, tokens, None)
         if jnp.shape(tokens)[0] != size:
             raise ValueError(
-                f"{name}: decoder_input_ids has {jnp.shape(tokens)[0]} rows, but inputs {size}. Pass one each."
+                f"{name}: decoder_input_ids has {jnp.shape(tokens)[0]} rows, but "
+                f"inputs {size}. Pass one each."
             )
     elif decoder_input_ids is not None:
-        raise ValueError(f"{name}: decoder_input_ids is for models with an encoder. Pass inputs alone.")
-    room, length = model.config.max_positions, jnp.shape(tokens)[1]
+        raise ValueError(
+            f"{name}: decoder_input_ids is for models with an encoder. Pass inputs "
+            "alone."
+        )
+    room = model.config.max_positions
+    length = jnp.shape(tokens)[1]
     if room is not None and length + max_new_tokens > room:
         raise ValueError(
             f"{name}: a prompt of {length} and max_new_tokens={max_new_tokens} make "
-            f"{length + max_new_tokens} tokens, but the model's table has {room} positions. Ask for fewer "
-            "tokens, or shorten the prompt."
+            f"{length + max_new_tokens} tokens, but the model's table has {room} "
+            "positions. Ask for fewer tokens, or shorten the prompt."
         )
     mask = None if attention_mask is None else jnp.asarray(attention_mask) != 0
-    tokens, all_real = jnp.asarray(tokens), jnp.ones(jnp.shape(tokens), bool)
+    all_real = jnp.ones(jnp.shape(tokens), bool)
+    tokens = jnp.asarray(tokens)
     if isinstance(model, EncoderDecoder):
         return Prompt(tokens, all_real, jnp.asarray(inputs), mask)
     return Prompt(tokens, all_real if mask is None else mask)
 
 
-def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: Tokens | None) -> None:
-    shape, dtype = jnp.shape(ids), jnp.result_type(ids)
+def _check_tokens(
+    name: str, argument: str, model: Decoder, ids: Tokens, mask: Tokens | None
+) -> None:
+    shape = jnp.shape(ids)
+    dtype = jnp.result_type(ids)
     if mask is not None and jnp.shape(mask) != shape:
-        raise ValueError(f"{name}: attention_mask has shape {jnp.shape(mask)}, but inputs {shape}.")
+        raise ValueError(
+            f"{name}: attention_mask has shape {jnp.shape(mask)}, but inputs {shape}."
+        )
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"{name}: {argument} has dtype {dtype}, but tokens are integers.")
+        raise ValueError(
+            f"{name}: {argument} has dtype {dtype}, but tokens are integers."
+        )
     if len(shape) != 2 or shape[1] == 0:
         raise ValueError(
-            f"{name}: {argument} has shape {shape}, but it must be (batch, length), with at least one token."
+            f"{name}: {argument} has shape {shape}, but it must be (batch, length), "
+            "with at least one token."
         )
     given = [x for x in (ids, mask) if x is not None]
-    if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable) for x in given):
+    if any(
+        isinstance(x, Tracer)
+        or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+        for x in given
+    ):
         return
-    ids, size = np.asarray(ids), model.config.vocab_size
+    ids = np.asarray(ids)
+    size = model.config.vocab_size
     is_real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
     outside = np.argwhere(((ids < 0) | (ids >= size)) & is_real)
     if len(outside):
         row, place = map(int, outside[0])
         raise ValueError(
-            f"{name}: {argument}[{row}, {place}] is {ids[row, place]}, but the model's tokens are 0 to "
-            f"{size - 1}. Use the model's own tokenizer, or mask the padding with attention_mask."
+            f"{name}: {argument}[{row}, {place}] is {ids[row, place]}, but the model's "
+            f"tokens are 0 to {size - 1}. Use the model's own tokenizer, or mask the "
+            "padding with attention_mask."
         )
 
 
@@ -126,8 +167,8 @@ def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
     start = model.config.generation_tokens["decoder_start_token_id"]
     if start is None:
         raise ValueError(
-            f"{name}: the model's files have no decoder_start_token_id. Pass decoder_input_ids, (batch, "
-            "length): the beginning of each text."
+            f"{name}: the model's files have no decoder_start_token_id. Pass "
+            "decoder_input_ids, (batch, length): the beginning of each text."
         )
     return np.full((size, 1), start, np.int32)
 
@@ -135,35 +176,47 @@ def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
 def special_tokens(
     name: str, model: Decoder, eos_token_id: Any, pad_token_id: Token | None
 ) -> tuple[tuple[int, ...], int]:
-    """Return the tokens that end a text, and the one that follows the end. Raise `ValueError` if those that the
-    caller of the function `name` passed are not tokens.
+    """Return the tokens that end a text, and the one that follows the end. Raise
+    `ValueError` if those that the caller of the function `name` passed are not tokens.
     """
-    given, size = model.config.generation_tokens, model.config.vocab_size
+    given = model.config.generation_tokens
+    size = model.config.vocab_size
     ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
     ends = np.ravel(np.zeros(0, int) if ends is None or np.size(ends) == 0 else ends)
     is_token = ends.dtype.kind in "iu" and np.all((ends >= 0) & (ends < size))
     if eos_token_id is not None and not is_token:
         raise ValueError(
-            f"{name}: eos_token_id={eos_token_id!r}, but it must be a token, from 0 to {size - 1}, or several."
+            f"{name}: eos_token_id={eos_token_id!r}, but it must be a token, from 0 to "
+            f"{size - 1}, or several."
         )
     pads = [x for x in (pad_token_id, given["pad_token_id"], *ends, 0) if x is not None]
     return tuple(map(int, ends)), int(pads[0])
 
 
-def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:
-    """Return the logits after each row's last real token, the cache of the prompt with `num_slots` empty slots,
-    and the function that runs the model from there, with its layers in a list.
+def prefill(
+    model: Decoder, prompt: Prompt, num_slots: int
+) -> tuple[Array, Cache, Step]:
+    """Return the logits after each row's last real token, the cache of the prompt with
+    `num_slots` empty slots, and the function that runs the model from there, with its
+    layers in a list.
     """
-    real, (size, length) = prompt.real, prompt.tokens.shape
+    real = prompt.real
+    size, length = prompt.tokens.shape
     memory = _memory(model, prompt)
     step = _step(model, memory)
     tokens = _without_padding(prompt.tokens, real)
     dtype = jax.eval_shape(lambda: step(tokens)[0]).dtype
-    hidden, cache = step(tokens, attention_mask=real, cache=model.init_cache(size, length, dtype))
+    hidden, cache = step(
+        tokens, attention_mask=real, cache=model.init_cache(size, length, dtype)
+    )
     assert cache is not None  # because the call passed one
     last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return model.logits(hidden), cache.with_room(num_slots), _step(_unstacked(model), memory)
+    return (
+        model.logits(hidden),
+        cache.with_room(num_slots),
+        _step(_unstacked(model), memory),
+    )
 
 
 def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
@@ -176,16 +229,22 @@ def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
 
 
 def _step(model: Any, memory: Memory | None) -> Step:
-    return model.hidden_states if memory is None else partial(model.decode, memory=memory)
+    return (
+        model.hidden_states if memory is None else partial(model.decode, memory=memory)
+    )
 
 
 def _unstacked(model: Decoder) -> Decoder:
-    """Return the model with its layers in a list. A scan inside of a loop copies each layer at each step."""
+    """Return the model with its layers in a list. A scan inside of a loop copies each
+    layer at each step."""
     if isinstance(model.layers, list):
         return model
     return eqx.tree_at(attrgetter(model.stacks[-1]), model, unstack(model.layers))
 
 
-def _without_padding(tokens: Int[Array, "b p"], real: Bool[Array, "b p"]) -> Int[Array, "b p"]:
-    """Replace padding, which need not be in the vocabulary: a NaN would spread from its slot."""
+def _without_padding(
+    tokens: Int[Array, "b p"], real: Bool[Array, "b p"]
+) -> Int[Array, "b p"]:
+    """Replace padding, which need not be in the vocabulary: a NaN would spread from its
+    slot."""
     return jnp.where(real, tokens, 0).astype(jnp.int32)

@@ -1,4 +1,5 @@
-"""Choose one token from the logits of one position; the largest entries of rows that may be split."""
+"""Choose one token from the logits of one position; the largest entries of rows that
+may be split."""
 
 import math
 
@@ -11,14 +12,16 @@ from redco_eqx.layers import activation_axes
 from redco_eqx.types import Key
 
 
-def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
-    """Return the `k` largest entries of each row, in order, and their indices among all its choices, counted
-    row by row.
+def largest(
+    x: Float[Array, "b *choices"], k: int
+) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
+    """Return the `k` largest entries of each row, in order, and their indices among all
+    its choices, counted row by row.
 
-    Among equal entries, the first comes first, on every mesh. Over `tensor`, each shard takes the largest
-    entries of its part of the last dim, and only these are gathered: on each device, at most `8 * tensor * k`
-    bytes for a row. If that is more than the row, the row itself is gathered. Over the batch, nothing is
-    communicated.
+    Among equal entries, the first comes first, on every mesh. Over `tensor`, each shard
+    takes the largest entries of its part of the last dim, and only these are gathered:
+    on each device, at most `8 * tensor * k` bytes for a row. If that is more than the
+    row, the row itself is gathered. Over the batch, nothing is communicated.
 
     **Arguments:**
 
@@ -29,11 +32,13 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
     if axes is None or axes.mesh.size == 1:
         values, places = jax.lax.top_k(jax.lax.collapse(x, 1), k)
         return values, places
-    last, num_shards = x.shape[-1], axes.num_head_shards
+    last = x.shape[-1]
+    num_shards = axes.num_head_shards
     num_own = math.prod(x.shape[1:]) // num_shards
     # Each value is sent with its index.
     is_cut = num_shards > 1 and 2 * min(k, num_own) < num_own
-    mesh, rows = axes.mesh, axes.rows
+    mesh = axes.mesh
+    rows = axes.rows
 
     def body(x: Array) -> tuple[Array, Array]:
         flat = jax.lax.collapse(x, 1)
@@ -44,8 +49,9 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
             places = before * last + jax.lax.axis_index("tensor") * own + place
         return values, places
 
-    # Without this, the compiler gathers the rows of all devices for a top-k: jaxlib 0.10.2 and 0.12.0, no
-    # upstream issue known (on GPUs values of a split dim were wrong, too: jax-ml/jax#19271).
+    # Without this, the compiler gathers the rows of all devices for a top-k: jaxlib
+    # 0.10.2 and 0.12.0, no upstream issue known (on GPUs values of a split dim were
+    # wrong, too: jax-ml/jax#19271).
     cut = "tensor" if is_cut else None
     values, places = jax.shard_map(
         body,
@@ -56,7 +62,9 @@ def largest(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"],
     if not is_cut:
         return values, places
     whole = NamedSharding(mesh, PartitionSpec(rows))
-    values, places = (jax.lax.with_sharding_constraint(a, whole) for a in (values, places))
+    values, places = (
+        jax.lax.with_sharding_constraint(a, whole) for a in (values, places)
+    )
     negated, places = jax.lax.sort((-values, places), dimension=1, num_keys=2)
     return -negated[:, :k], places[:, :k]
 
@@ -69,10 +77,12 @@ def sample(
     top_p: float | None,
     key: Key | None,
 ) -> Int[Array, " b"]:
-    """Return the most probable token of each row at temperature 0, or otherwise a token drawn with `key`.
+    """Return the most probable token of each row at temperature 0, or otherwise a token
+    drawn with `key`.
 
-    The order is that of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Among equal
-    logits, the lower token id always comes first, so `top_k=1` is the same as `temperature=0`.
+    The order is that of Hugging Face's processors: the temperature, then `top_k`, then
+    `top_p`. Among equal logits, the lower token id always comes first, so `top_k=1` is
+    the same as `temperature=0`.
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
@@ -90,17 +100,19 @@ def sample(
 def candidates(
     logits: Float[Array, "b vocab"], *, top_k: int | None, top_p: float | None
 ) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
-    """Return the candidate tokens, most probable first: their logits, -inf for those that may not be drawn, and
-    their ids.
+    """Return the candidate tokens, most probable first: their logits, -inf for those
+    that may not be drawn, and their ids.
 
     **Arguments:**
 
     - `top_k`: the largest number of candidates.
-    - `top_p`: keep the smallest set of these whose probability reaches it (Holtzman et al. 2020, section 3.1);
-        the most probable is always in it.
+    - `top_p`: keep the smallest set of these whose probability reaches it (Holtzman et
+        al. 2020, section 3.1); the most probable is always in it.
     """
     vocabulary = logits.shape[-1]
-    scores, tokens = largest(logits, vocabulary if top_k is None else min(top_k, vocabulary))
+    scores, tokens = largest(
+        logits, vocabulary if top_k is None else min(top_k, vocabulary)
+    )
     if top_p is not None and top_p < 1:
         probabilities = jax.nn.softmax(scores, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
