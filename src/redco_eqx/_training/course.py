@@ -414,7 +414,9 @@ def _ignore_for(signum: int, seconds: float) -> None:
     set_handler = ctypes.pythonapi.PyOS_setsig
     set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
     set_handler.restype = ctypes.c_void_p
-    ignore = int(signal.SIG_IGN)
+    # Not `SIG_IGN`, which a program that is started meanwhile would inherit. A function
+    # of C that does nothing else is replaced by the usual effect there.
+    ignore = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value
     usual = set_handler(signum, ignore)
 
     def restore() -> None:
