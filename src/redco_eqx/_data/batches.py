@@ -450,6 +450,7 @@ def batches(
     process:
 
     ```python
+    order = dict(batch_size=64, mesh=mesh, key=jax.random.key(2))
     iterator = rx.batches(examples, collate_fn, **order)
     batch = next(iterator)
     rest = rx.batches(examples, collate_fn, **order, **iterator.place)
