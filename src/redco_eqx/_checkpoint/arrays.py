@@ -214,7 +214,7 @@ def over_pieces(
         shape = (mesh.size, own.size)
         by_device = NamedSharding(mesh, specs[""])
         rows.append(from_callback(shape, by_device, lambda _: own[None]))
-    # In one collective.
+    # All rows are exchanged in one collective.
     table = jax.jit(jnp.stack, out_shardings=replicated(mesh))(rows)
 
     def wait() -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -261,7 +261,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 step == newest.step or (last is not None and step < newest.step)
             ):
                 with contextlib.suppress(CheckpointError, CheckpointFormatError):
-                    # Leave those alone.
+                    # Records that cannot be read are left alone.
                     infos.append(read_record(path))
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
@@ -368,7 +368,7 @@ class Checkpoints:
     Raises `ValueError` for a value that cannot be used.
     """
 
-    # The rest is equal on all processes.
+    # The fields after this one are equal on all processes.
     directory: str | os.PathLike[str] = dataclasses.field(repr=False)
     _: dataclasses.KW_ONLY
     every_steps: int | None = None

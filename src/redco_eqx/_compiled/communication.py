@@ -184,7 +184,7 @@ def _described(
 ) -> dict[str, Any]:
     lines = program.computations[computation]
     told = x
-    # Without their layouts in memory.
+    # The shapes, without their layouts in memory.
     shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = hlo.instruction(lines[told.operands[0]])

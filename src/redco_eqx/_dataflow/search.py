@@ -370,7 +370,7 @@ class Sent:
         other = is_along.index(False)
         one = event.arrays[first]
         whole = self._costs.local_bytes(one, event.times)
-        # A convolution gathers.
+        # Only a product uses a part of its operand; a convolution gathers it.
         is_product = step.equation.primitive.name == "dot_general"
         is_cut = is_product and (id(event.arrays[other]), number) in self._cut
         made = self._costs.local_bytes(event.sent, event.times)

@@ -156,7 +156,7 @@ class _Search:
         counts = Counter(kinds)
         readers: dict[Any, tuple[Any, ...]] = defaultdict(tuple)
         for operation, kind in zip(values.operations, kinds):
-            # Which changes its own copies.
+            # A checkpoint changes its own copies of what it reads.
             inside = operation.step and id(operation.step.checkpoint)
             for place, value in enumerate(operation.operands):
                 readers[id(value), inside] += ((kind, place),)

@@ -282,7 +282,7 @@ def _admit(
             f"{launch.num_processes}"
         )
     elif process in members and (process == 0 or not connections[process].poll()):
-        # It has not ended.
+        # Its connection shows that the other one has not ended.
         problem = (
             f"process_id={process} was given twice, to {members[process].name} and "
             f"{member.name}"

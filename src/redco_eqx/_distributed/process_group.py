@@ -107,8 +107,8 @@ class ProcessGroup:
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._leave_to_parent)
         with contextlib.suppress(AttributeError, OSError, ValueError):
-            # Not a text file of the usual kind.
-            # If JAX aborts in one of its threads, nothing is flushed.
+            # If JAX aborts in one of its threads, nothing is flushed. Another kind of
+            # stream than a text file may not know this.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         # Start the thread now, because Python starts none when the interpreter is about
         # to exit.
@@ -275,7 +275,7 @@ class ProcessGroup:
         if not jax.distributed.is_initialized():
             # JAX has left the others, and does not wait for them.
             return
-        # Without it JAX aborts.
+        # Without the coordinator, JAX aborts.
         has_coordinator = 0 in (self.process, *self.connections)
         self._leave_within(self.leave_seconds if has_coordinator else 0.0)
         # On process 0 this passes the line to the others.

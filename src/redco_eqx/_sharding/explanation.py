@@ -150,7 +150,7 @@ def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decisi
     `(path, number of rows, an example)`."""
     groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
-        # Every second word is a number.
+        # In the list, every second word is a number.
         words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)
         key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
         groups.setdefault(key, []).append((words, d))

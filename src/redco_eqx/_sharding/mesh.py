@@ -114,7 +114,7 @@ def make_mesh(
     fills = data == -1 and len(devices) % inner == 0
     num_needed = f"a multiple of {inner}" if data == -1 else data * inner
     data = len(devices) // inner if fills else data
-    # Perhaps a whole process.
+    # With several processes, those left out may be a whole process.
     leaves_some_out = jax.process_count() > 1 and data * inner < len(devices)
     if not 0 < data * inner <= len(devices) or leaves_some_out:
         raise ValueError(

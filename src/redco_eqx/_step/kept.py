@@ -63,7 +63,7 @@ def compile_once(
     # a token.
     if _PYTHON.search(text) or head.count("%arg") != len(jax.tree.leaves(arguments)):
         return lowered.compile(), digest
-    # Of the compiler, too.
+    # All options of JAX, those of the compiler, too.
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
     # In Python, 1 equals True.
     whole = hashlib.sha256(f"{text}{lowered.out_tree}".encode()).digest()

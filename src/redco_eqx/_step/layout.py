@@ -267,7 +267,7 @@ def program_of(
         if splits
         else inputs
     )
-    # As JAX sorts a dict.
+    # In the order in which JAX sorts a dict.
     weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]
     if any(sharding is not None and is_split(sharding) for sharding in weights):
         program = trace(function, *given)

@@ -284,7 +284,7 @@ class Training:
                 break
             began = time.perf_counter()
         self._rounding.warn(self.state.params)  # of a run with few rows
-        # Perhaps in the last evaluation.
+        # A signal may have come in the last evaluation.
         stop = stop or max(from_all(self.interrupt.signal))
         path = self.saver and self.saver.wait()
         if stop:

@@ -107,7 +107,7 @@ class Entries:
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
                 if any(name in raw for name in part.entries):
-                    # Otherwise the family's default.
+                    # Without a base, the family's default counts.
                     make: Any = field.default_factory
                     values[field.name] = part.from_json(
                         raw, getattr(base, field.name) if base else make()

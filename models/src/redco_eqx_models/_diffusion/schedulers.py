@@ -238,7 +238,7 @@ class PNDMScheduler(Scheduler):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "PNDMScheduler":
-        # As in diffusers.
+        # The default of diffusers.
         return super().from_json({"skip_prk_steps": False, **raw}, base)
 
     def steps(self, num_steps: int) -> Call:

@@ -132,7 +132,7 @@ class BertEmbeddings(eqx.Module):
     ) -> Hidden:
         if positions is None and self.position_offset and context.real is not None:
             real = context.real & (input_ids != self.position_offset - 1)
-            # Padding has the row before 0.
+            # Padding takes the row before row 0.
             positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1
         positions = context.positions if positions is None else positions
         x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(

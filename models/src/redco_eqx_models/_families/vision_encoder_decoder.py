@@ -119,7 +119,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         pooler = eqx.filter_eval_shape(
             lambda key: Dense(Linear(wide, wide, std=1.0, key=key)), key
         )
-        # Takes no memory.
+        # A broadcast zero takes no memory.
         pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)
         self.encoder = eqx.tree_at(
             lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None

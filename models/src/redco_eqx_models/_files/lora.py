@@ -53,7 +53,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_rslora": (True,),
-    # Others change the base's weights.
+    # Other ways of initialization change the base's weights.
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
 }
 """The allowed values of entries, besides null, false or empty."""
@@ -68,7 +68,7 @@ _OTHERS = {
         "ensure_weight_tying",
     ),
     *("lora_dropout", "inference_mode", "eva_config"),  # for training
-    # Names and versions.
+    # Entries that only tell names and versions.
     *(
         "auto_mapping",
         "base_model_name_or_path",
