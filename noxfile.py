@@ -1,5 +1,6 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
-faults, hosts, newest, aot, docs, build, lint, types, bench, sharding, mutants, peers, gpu."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples,
+examples, long, faults, hosts, newest, aot, docs, build, lint, types, bench, sharding,
+mutants, peers, gpu."""
 
 import os
 import pathlib
@@ -12,28 +13,45 @@ nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
-# Models that others published, installed without their pins, and the packages that they import.
-FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "flowjax", "paramax", "lineax", "gatv2-eqx"]
+# Of pytest-xdist: tests, or files, over two processes.
+PARALLEL = ("-n", "2", "--dist", "worksteal")
+BY_FILE = ("-n", "2", "--dist", "loadfile")
+
+# Models that others published, installed without their pins, and the packages that they
+# import.
+FOREIGN = [
+    "esm2quinox",
+    "e1jax",
+    "jaxonmodels",
+    "flowjax",
+    "paramax",
+    "lineax",
+    "gatv2-eqx",
+]
 IMPORTED = ["loguru", "beartype", "ftfy", "regex", "pydantic", "torch==2.13.0"]
 
-# The peers of the comparison, each in a separate environment. Transformers 4 is the last with Flax models.
+# The peers of the comparison, each in a separate environment. Transformers 4 is the
+# last with Flax models.
 FLAX = ["transformers==4.57.6", "jax==0.10.2"]
 PEERS = {
     "ours": ["-e", ".", "-e", "./models"],
     "of_redco": ["redco==0.4.23", *FLAX],
     "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
     "of_parallax": ["-e", ".", "-e", "./models", "google-parallax==0.0.2"],
-    "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; it does not name the last two
+    # 190 packages; it does not name the last two.
+    "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],
 }
 
 
 def newest_python() -> str:
-    """Return the path of Python 3.13 or 3.12, on the path or in pyenv; if there is none, the name of 3.13."""
+    """Return the path of Python 3.13 or 3.12, on the path or in pyenv; if there is
+    none, the name of 3.13."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     for number in ("3.13", "3.12"):
         of_pyenv = map(str, pyenv.glob(f"versions/{number}.*/bin/python{number}"))
         for path in (*of_pyenv, shutil.which(f"python{number}")):
-            if path and "shims" not in pathlib.Path(path).parts:  # a shim fails if another version is active
+            # A shim fails if another version is active.
+            if path and "shims" not in pathlib.Path(path).parts:
                 return path
     return "3.13"  # nox says that it is missing, which is an error in CI
 
@@ -59,7 +77,7 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests of both packages, on two processes that share compiled programs."""
     session.install("-e", ".", "-e", "./models", *group("tests"))
-    session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
+    session.run("pytest", *PARALLEL, "--durations", "10", *session.posargs)
 
 
 @nox.session
@@ -67,35 +85,39 @@ def parity(session: nox.Session) -> None:
     """Compare the models with torch and transformers, which also open their files."""
     session.install(*BOTH, *group("tests"), *group("parity"))
     folders = ["tests/parity", "models/tests/parity"]
-    session.run("pytest", *folders, "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.run("pytest", *folders, *PARALLEL, *session.posargs)
 
 
 @nox.session
 def gradients(session: nox.Session) -> None:
-    """Compare gradients of generated programs on every mesh with one device (more: `GRADIENTS_SHARES=10`)."""
+    """Compare gradients of generated programs on every mesh with one device (more:
+    `GRADIENTS_SHARES=10`)."""
     session.install("-e", ".", *group("tests"))
-    session.run("pytest", "tests/gradients", "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.run("pytest", "tests/gradients", *PARALLEL, *session.posargs)
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Try kills, damaged files, full disks, signals: a table of the losses (fewer tries: `-- --reduced`)."""
+    """Try kills, damaged files, full disks, signals: a table of the losses (fewer
+    tries: `-- --reduced`)."""
     session.install(*CORE, *group("tests"))
     session.run("python", "tests/faults/run.py", *session.posargs)
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Run processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
+    """Run processes on two hosts, under SLURM and XManager, and faults: a table (root;
+    parts: `-- slurm`)."""
     session.install(*CORE, "uv")
     session.run("python", "tests/hosts/run.py", *session.posargs)
 
 
 @nox.session
 def test_examples(session: nox.Session) -> None:
-    """Run each example at a tiny size, and compare the result of its training with a baseline."""
+    """Run each example at a tiny size, and compare the result of its training with a
+    baseline."""
     session.install(*BOTH, *group("tests"), *group("examples"))
-    session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", "tests/examples", *BY_FILE, *session.posargs)
 
 
 @nox.session
@@ -103,7 +125,7 @@ def long(session: nox.Session) -> None:
     """Run the tests that take longest, which the other sessions leave out."""
     session.install(*BOTH, *group("tests"), *group("examples"))
     folders = ["tests", "tests/examples", "models/tests"]
-    session.run("pytest", *folders, "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", *folders, "-m", "long", *BY_FILE, *session.posargs)
 
 
 @nox.session
@@ -115,26 +137,34 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(python=newest_python())
 def newest(session: nox.Session) -> None:
-    """Run the tests of both packages with the newest Python and JAX (a share of them: `-- --reduced`)."""
+    """Run the tests of both packages with the newest Python and JAX (a share of them:
+    `-- --reduced`)."""
     session.install("-e", ".", "-e", "./models", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
         session.run("pytest", "tests/step", "tests/checkpoint")
     else:
-        session.run("pytest", "-n", "2", "--dist", "worksteal")
+        session.run("pytest", *PARALLEL)
         session.install(*BOTH, *group("parity"))
-        session.run("pytest", "models/tests/parity/test_families.py", "-k", "llama or gpt2")
+        session.run(
+            "pytest", "models/tests/parity/test_families.py", "-k", "llama or gpt2"
+        )
         session.run("python", "examples/quickstart.py")
         session.run("pyright", "src", "models/src", "--pythonversion", "3.13")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style (ruff check and ruff format), and the schema and the safety of the GitHub workflows."""
+    """Check style (ruff check and ruff format), and the schema and the safety of the
+    GitHub workflows."""
     session.install(*group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    workflows = sorted(str(path) for path in pathlib.Path(".github/workflows").glob("*.yml"))
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    workflows = sorted(
+        str(path) for path in pathlib.Path(".github/workflows").glob("*.yml")
+    )
+    session.run(
+        "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows
+    )
     session.run("zizmor", "--offline", "--quiet", ".github")
 
 
@@ -147,17 +177,25 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run every block of the site, and build the site with its notebook executed, into `site/`."""
+    """Run every block of the site, and build the site with its notebook executed, into
+    `site/`."""
     session.install(*BOTH, *group("tests"), *group("docs"))
-    session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.run("pytest", "tests/docs", *PARALLEL, *session.posargs)
     session.run(
-        "mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        "docs/mkdocs.yml",
+        env={"NO_MKDOCS_2_WARNING": "1"},
     )
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build and check both packages, and use each: installed, from the zip files, and from bytecode alone."""
+    """Build and check both packages, and use each: installed, from the zip files, and
+    from bytecode alone."""
     session.install("build", "twine", "pip")
     base = pathlib.Path(session.create_tmp()).resolve()
     built, other, bytecode = base / "dist", base / "other", base / "bytecode"
@@ -166,17 +204,26 @@ def build(session: nox.Session) -> None:
     for source in (".", "models"):
         session.run("python", "-m", "build", "--outdir", str(built), source)
     session.run("twine", "check", "--strict", *map(str, sorted(built.iterdir())))
-    smoke = [pathlib.Path(x).resolve() for x in ("tests/smoke.py", "models/tests/smoke.py")]
+    smoke = [
+        pathlib.Path(x).resolve() for x in ("tests/smoke.py", "models/tests/smoke.py")
+    ]
 
-    def use(place: str, *programs: pathlib.Path, path: Sequence[pathlib.Path] = ()) -> None:
-        environment = {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    def use(
+        place: str, *programs: pathlib.Path, path: Sequence[pathlib.Path] = ()
+    ) -> None:
+        environment = {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         with session.chdir(base):  # not in the directory of the sources
             for program in programs:
                 session.run("python", str(program), place, env=environment)
 
     wheels, sources = (sorted(built.glob(end)) for end in ("*.whl", "*.tar.gz"))
     for core, models in (wheels, sources):
-        session.run("python", "-m", "pip", "uninstall", "-qy", "redco_eqx", "redco_eqx_models")
+        session.run(
+            "python", "-m", "pip", "uninstall", "-qy", "redco_eqx", "redco_eqx_models"
+        )
         session.install(str(core))
         use("site-packages", smoke[0])  # before the models are there
         session.install(str(core), str(models))
@@ -196,27 +243,42 @@ def build(session: nox.Session) -> None:
     for name in ("README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(name, copy)
     version = PROJECT["project"]["version"]
-    text = pathlib.Path("pyproject.toml").read_text("utf-8").replace(f'"{version}"', '"999"', 1)
+    text = (
+        pathlib.Path("pyproject.toml")
+        .read_text("utf-8")
+        .replace(f'"{version}"', '"999"', 1)
+    )
     (copy / "pyproject.toml").write_text(text, "utf-8")
     session.run("python", "-m", "build", "--wheel", "--outdir", str(other), str(copy))
     shutil.copy(wheels[1], other)
     pip = ["python", "-m", "pip", "install", "--dry-run", "--no-index", "--find-links"]
     session.run(*pip, str(built), f"redco_eqx=={version}", "redco_eqx_models")
-    said = session.run(*pip, str(other), "redco_eqx==999", "redco_eqx_models", success_codes=[1], silent=True)
+    said = session.run(
+        *pip,
+        str(other),
+        "redco_eqx==999",
+        "redco_eqx_models",
+        success_codes=[1],
+        silent=True,
+    )
     if f"depends on redco_eqx=={version}" not in str(said).replace("-", "_"):
-        session.error(f"pip refused the core of another version, but not for its version: {said}")
+        session.error(
+            f"pip refused the core of another version, but not for its version: {said}"
+        )
 
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """Compile steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
+    """Compile steps with the TPU compiler, without a TPU: communication and memory. 700
+    MB to install."""
     session.install("-e", ".", "-e", "./models", "jax[tpu]==0.10.2", *group("tests"))
     session.run("pytest", "tests/aot", "models/tests/aot", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
+    """Measure overhead of a step and of `fit`, collectives, generation, compile time,
+    checkpoints: tables."""
     session.install(*BOTH)
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
@@ -239,7 +301,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def sharding(session: nox.Session) -> None:
-    """Compiles steps of published models at their true sizes: bytes predicted and sent, memory: a table."""
+    """Compiles steps of published models at their true sizes: bytes predicted and sent,
+    memory: a table."""
     session.install("-e", ".", "-e", "./models")
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
@@ -248,7 +311,8 @@ def sharding(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Put faults into the core one at a time, and count those that tests see: a table, in an hour or two."""
+    """Put faults into the core one at a time, and count those that tests see: a table,
+    in an hour or two."""
     session.install(*BOTH, *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
     for part in session.posargs or ("measure", "run"):
         session.run("python", "benchmarks/mutants.py", part)
@@ -256,14 +320,23 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Compare a step with redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
-    session.install("-e", ".", "uv")  # pip takes minutes to find versions of EasyDeL's packages
+    """Compare a step with redco, scalax, EasyDeL and google-parallax, each with its
+    environment: a table."""
+    # Pip takes minutes to find versions of EasyDeL's packages.
+    session.install("-e", ".", "uv")
     pythons = []
     for script, packages in PEERS.items():
         home = pathlib.Path(session.virtualenv.location) / script
         python = str(home / "bin" / "python")
         if not home.exists():
-            session.run_install("uv", "venv", "-q", "--python", f"{session.virtualenv.bin}/python", str(home))
+            session.run_install(
+                "uv",
+                "venv",
+                "-q",
+                "--python",
+                f"{session.virtualenv.bin}/python",
+                str(home),
+            )
         session.run_install("uv", "pip", "install", "-q", "--python", python, *packages)
         pythons.append(f"{script}={python}")
     session.run("python", "benchmarks/peers.py", *pythons)
@@ -271,7 +344,8 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Measure the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
+    """Measure the library on a GPU: a table. 5.5 GB. Without a GPU:
+    `-- --compile h200:1 llama paper`."""
     session.install(*BOTH, "jax[cuda12]", *group("tests"), *group("parity"))
     session.run("pytest", "models/tests/aot/test_gpu.py")
     session.run("python", "benchmarks/gpu.py", *session.posargs)

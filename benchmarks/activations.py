@@ -1,12 +1,15 @@
-"""Steps with activations laid out by `split_activations`, compared with the same steps without: a table.
+"""Steps with activations laid out by `split_activations`, compared with the same steps
+without: a table.
 
-    python benchmarks/activations.py [WORDS OF A ROW ...]
-    python benchmarks/activations.py --target v5e:2x4      # by the compiler of a TPU slice that is not there
+    python benchmarks/activations.py [WORDS OF A ROW ...] python
+    benchmarks/activations.py --target v5e:2x4 # by the compiler of a TPU slice that is
+    not there
 
-Each row compiles two steps of AdamW for eight devices; nothing is run. MB are those that a device sends by the
-ring algorithm: in the step without, and in the step with split activations, as predicted and as compiled.
-`work` is the compiler's count of operations of a device, with over without. `temporaries` are in MiB of a
-device, without and with. `s` is the processor time of the choice, the trace of the gradient included.
+Each row compiles two steps of AdamW for eight devices; nothing is run. MB are those
+that a device sends by the ring algorithm: in the step without, and in the step with
+split activations, as predicted and as compiled. `work` is the compiler's count of
+operations of a device, with over without. `temporaries` are in MiB of a device, without
+and with. `s` is the processor time of the choice, the trace of the gradient included.
 """
 
 import argparse
@@ -38,7 +41,9 @@ class Mlps(eqx.Module):
     layers: list[eqx.nn.MLP]
 
     def __init__(self, key: Any):
-        self.layers = [eqx.nn.MLP(64, 64, 256, 1, key=key) for key in jax.random.split(key, 2)]
+        self.layers = [
+            eqx.nn.MLP(64, 64, 256, 1, key=key) for key in jax.random.split(key, 2)
+        ]
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -55,10 +60,14 @@ class Recomputed(eqx.Module):
         return eqx.filter_checkpoint(lambda layer, x: layer(x))(self.layer, x)
 
 
-def transformer(key: Any, *, dim: int = 256, num_layers: int = 2, recomputed: bool = False) -> Any:
+def transformer(
+    key: Any, *, dim: int = 256, num_layers: int = 2, recomputed: bool = False
+) -> Any:
     model = quickstart.Transformer(dim=dim, num_layers=num_layers, num_heads=8, key=key)
     if recomputed:
-        model = eqx.tree_at(lambda m: m.layers, model, [Recomputed(layer) for layer in model.layers])
+        model = eqx.tree_at(
+            lambda m: m.layers, model, [Recomputed(layer) for layer in model.layers]
+        )
     return model
 
 
@@ -72,9 +81,13 @@ class Row(NamedTuple):
     tensor: int = 4
 
 
-def _text(name: str, num_rows: int, length: int, *, tensor: int = 4, **sizes: Any) -> Row:
+def _text(
+    name: str, num_rows: int, length: int, *, tensor: int = 4, **sizes: Any
+) -> Row:
     batch = jax.ShapeDtypeStruct((num_rows, length + 1), jnp.int32)
-    return Row(name, functools.partial(transformer, **sizes), quickstart.loss_fn, batch, tensor)
+    return Row(
+        name, functools.partial(transformer, **sizes), quickstart.loss_fn, batch, tensor
+    )
 
 
 ROWS = [
@@ -88,7 +101,14 @@ ROWS = [
     _text("transformer, 3 layers, 8 rows of 512", 8, 512, num_layers=3),
     _text("transformer, tensor 8", 8, 512, tensor=8),
     _text("transformer, tensor 8, recomputed", 8, 512, tensor=8, recomputed=True),
-    _text("transformer, 3 layers, tensor 8, recomputed", 8, 512, tensor=8, num_layers=3, recomputed=True),
+    _text(
+        "transformer, 3 layers, tensor 8, recomputed",
+        8,
+        512,
+        tensor=8,
+        num_layers=3,
+        recomputed=True,
+    ),
     _text("transformer, a row for each data shard, 512", 2, 512),
     _text("transformer, a row for each data shard, 2048", 2, 2048),
     _text("transformer, width 128, 8 rows of 64", 8, 64, dim=128),
@@ -118,13 +138,24 @@ def measured(row: Row, target: str | None) -> list[str]:
         seconds = time.process_time() - begun
 
         def lay(x: Any, sharding: Any) -> Any:
-            return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            return (
+                x
+                if sharding is None
+                else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            )
 
-        state = rx.init_state(jax.tree.map(lay, abstract, explanation.shardings), optimizer, key=key)
-        step = functools.partial(
-            rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=explanation.shardings
+        state = rx.init_state(
+            jax.tree.map(lay, abstract, explanation.shardings), optimizer, key=key
         )
-        lowered = jax.jit(step, donate_argnums=0).lower(state, lay(row.batch, rx.batch_sharding(mesh)))
+        step = functools.partial(
+            rx.train_step,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            shardings=explanation.shardings,
+        )
+        lowered = jax.jit(step, donate_argnums=0).lower(
+            state, lay(row.batch, rx.batch_sharding(mesh))
+        )
         compiled: Any = lowered.compile(compiler_options=options)
         sent.append(rx.communication(compiled, mesh).total.sent_bytes)
         flops.append(compiled.cost_analysis()["flops"])
@@ -135,12 +166,23 @@ def measured(row: Row, target: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="WORDS", help="rows whose name has one of these words")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        metavar="WORDS",
+        help="rows whose name has one of these words",
+    )
     parser.add_argument("--target", help='as for `rx.plan`: "v5e:2x4"')
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     rx.make_mesh()  # before JAX is used
     header = ["", "without", "predicted", "with", "work", "temporaries", "with", "s"]
-    chosen = [row for row in ROWS if not args.rows or any(word in row.name for word in args.rows)]
+    chosen = [
+        row
+        for row in ROWS
+        if not args.rows or any(word in row.name for word in args.rows)
+    ]
     print(table([header, *(measured(row, args.target) for row in chosen)]))

@@ -1,16 +1,18 @@
-"""The models that fit on each server: Table 1 of the RedCoast paper, decided by the compilers, and more.
+"""The models that fit on each server: Table 1 of the RedCoast paper, decided by the
+compilers, and more.
 
     python benchmarks/applicability.py [PART ...]
     paper meshes figure3 longest largest estimates-tpu estimates-gpu
 
-Each cell is a training step of AdamW in float32, compiled for devices that are not present, at the paper's
-lengths. The paper trains by data and tensor parallelism alone. Here this means `tensor` over all devices; the
-other rows are the choice of `rx.plan`, with FSDP and rematerialisation. The paper does not give its batches:
-here a batch has a row for each device. A step may use all memory of a device. `estimates` compare the CPU
+Each cell is a training step of AdamW in float32, compiled for devices that are not
+present, at the paper's lengths. The paper trains by data and tensor parallelism alone.
+Here this means `tensor` over all devices; the other rows are the choice of `rx.plan`,
+with FSDP and rematerialisation. The paper does not give its batches: here a batch has a
+row for each device. A step may use all memory of a device. `estimates` compare the CPU
 compiler's memory with that of the others.
 
-Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. If a compiler is missing, its rows report that. A part
-takes up to half an hour on two cores.
+Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. If a compiler is missing, its
+rows report that. A part takes up to half an hour on two cores.
 """
 
 import argparse
@@ -71,7 +73,9 @@ class Model:
         return {"source": source, "target": following} if self.is_pair else following
 
     def loss(self, model: Any, batch: Any, key: Any) -> Any:
-        return (sequence_to_sequence_loss if self.is_pair else next_token_loss)(model, batch, key)
+        return (sequence_to_sequence_loss if self.is_pair else next_token_loss)(
+            model, batch, key
+        )
 
     def loss_in_bfloat16(self, model: Any, batch: Any, key: Any) -> Any:
         """Compute the loss in bfloat16, over the same float32 parameters."""
@@ -89,7 +93,9 @@ BART_LARGE = models.BartConfig(
 )
 MODELS = {
     "BART-Large": Model(models.BartForConditionalGeneration, BART_LARGE),
-    "GPT2-Large": Model(models.GPT2LMHeadModel, models.GPT2Config(n_embd=1280, n_layer=36, n_head=20)),
+    "GPT2-Large": Model(
+        models.GPT2LMHeadModel, models.GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+    ),
     "LLaMA-7B": Model(models.LlamaForCausalLM, models.LlamaConfig()),
     "GPT-J-6B": Model(models.GPTJForCausalLM, models.GPTJConfig()),
     "OPT-2.7B": Model(models.OPTForCausalLM, opt(2560, 32, 32)),
@@ -97,28 +103,55 @@ MODELS = {
     "OPT-66B": Model(models.OPTForCausalLM, opt(9216, 64, 72)),
     "T5-XXL": Model(
         models.T5ForConditionalGeneration,
-        models.T5Config(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128),
+        models.T5Config(
+            d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128
+        ),
     ),
 }
 
-HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits", "MiB sent", "seconds"]
+HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits"]
+HEADER += ["MiB sent", "seconds"]
 
 
-def plan(name: str, on: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
+def plan(
+    name: str, on: str, length: int, batch: int, **options: Any
+) -> tuple[list[str], Any]:
     """Return a row of a table, and the plan."""
     model, start = MODELS[name], time.monotonic()
     memory = {**TPUS, **GPUS}[on.partition(":")[0]].memory
-    options = {"loss_fn": model.loss, "bytes_per_device": memory, "target": on, **options}
+    options = {
+        "loss_fn": model.loss,
+        "bytes_per_device": memory,
+        "target": on,
+        **options,
+    }
     batches = model.batch(batch, length)
     try:
-        found = rx.plan(model.make, optimizer=OPTIMIZER, batch=batches, progress=False, **options)
+        found = rx.plan(
+            model.make, optimizer=OPTIMIZER, batch=batches, progress=False, **options
+        )
     except ImportError as error:
-        return [name, on, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
+        return [
+            name,
+            on,
+            str(length),
+            str(batch),
+            str(error).split(": ", 1)[1][:60],
+            *"?????",
+        ], None
     memory, sent = found.memory, found.best.communication
     # A step that was not compiled needs at least its arguments.
     peak = f"> {gib(memory.arguments)}" if memory.peak is None else gib(memory.peak)
     row = [
-        *(name, on, str(length), str(batch), str(found.best), peak, gib(found.capacity)),
+        *(
+            name,
+            on,
+            str(length),
+            str(batch),
+            str(found.best),
+            peak,
+            gib(found.capacity),
+        ),
         "yes" if found.fits else "no",
         "" if sent is None else f"{sent.total.sent_bytes / 2**20:,.0f}",
         f"{time.monotonic() - start:.0f}",
@@ -127,7 +160,8 @@ def plan(name: str, on: str, length: int, batch: int, **options: Any) -> tuple[l
     return row, found
 
 
-# Text and table of the paper have the lengths of the first two models swapped, so both readings are here.
+# Text and table of the paper have the lengths of the first two models swapped, so both
+# readings are here.
 PAPER = [
     *itertools.product(("BART-Large", "GPT2-Large"), (TWO,), (512, 1024), (2,)),
     ("LLaMA-7B", FOUR, 1024, 4),
@@ -139,17 +173,30 @@ PAPER = [
 
 
 def paper() -> Iterator[list[str]]:
-    """Yield the rows of Table 1 without FSDP, and with the mesh that `rx.plan` chooses."""
+    """Yield the rows of Table 1 without FSDP, and with the mesh that `rx.plan`
+    chooses."""
     for name, target, length, batch in PAPER:
         devices = {TWO: 2, FOUR: 4, EIGHT: 8, MANY: 64}[target]
-        yield plan(name, target, length, batch, mesh={"tensor": devices}, options={"remat": ["full"]})[0]
+        yield plan(
+            name,
+            target,
+            length,
+            batch,
+            mesh={"tensor": devices},
+            options={"remat": ["full"]},
+        )[0]
         yield plan(name, target, length, batch, options=REMAT)[0]
 
 
 def meshes() -> Iterator[list[str]]:
     """Yield OPT-66B and OPT-13B on fixed meshes: the heads do not divide by 16."""
     full: Any = {"options": {"remat": ["full"]}}
-    for sizes in ({"tensor": 32}, {"tensor": 8}, {"tensor": 16, "fsdp": 4}, {"tensor": 8, "fsdp": 8}):
+    for sizes in (
+        {"tensor": 32},
+        {"tensor": 8},
+        {"tensor": 16, "fsdp": 4},
+        {"tensor": 8, "fsdp": 8},
+    ):
         yield plan("OPT-66B", MANY, 512, 8, mesh=sizes, **full)[0]
     for batch, parallel in ((4, False), (8, False), (8, True)):
         options: Any = {"options": {"remat": ["full"], "sequence_parallel": [parallel]}}
@@ -157,17 +204,30 @@ def meshes() -> Iterator[list[str]]:
 
 
 def figure3() -> Iterator[list[str]]:
-    """Yield memory and bytes on fixed meshes, and on the one that `rx.plan` chooses; on that also with
-    products in bfloat16. They replace the bars of Figure 3 for four A100, which are speeds."""
+    """Yield memory and bytes on fixed meshes, and on the one that `rx.plan` chooses; on
+    that also with products in bfloat16. They replace the bars of Figure 3 for four
+    A100, which are speeds."""
     sizes: tuple[dict[str, int] | None, ...] = (
-        *({"tensor": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}),
+        *(
+            {"tensor": 4},
+            {"fsdp": 4},
+            {"data": 2, "tensor": 2},
+            {"fsdp": 2, "tensor": 2},
+        ),
         None,
     )
     for name, mesh in itertools.product(("OPT-2.7B", "GPT-J-6B"), sizes):
         remat = REMAT if mesh is None else {"remat": ["full"]}
         yield plan(name, FOUR, 1024, 8, mesh=mesh, options=remat)[0]
         if mesh is None:
-            row, _ = plan(name, FOUR, 1024, 8, options=remat, loss_fn=MODELS[name].loss_in_bfloat16)
+            row, _ = plan(
+                name,
+                FOUR,
+                1024,
+                8,
+                options=remat,
+                loss_fn=MODELS[name].loss_in_bfloat16,
+            )
             yield [f"{row[0]}, bfloat16", *row[1:]]
 
 
@@ -175,33 +235,47 @@ SERVERS = ((TWO, "GPT2-Large", 2), (FOUR, "LLaMA-7B", 4), (EIGHT, "LLaMA-7B", 8)
 
 
 def longest() -> Iterator[list[str]]:
-    """Yield the longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
+    """Yield the longest sequences, one for each device: FSDP, bfloat16, layers
+    recomputed."""
     for target, name, devices in SERVERS:
 
-        def of_length(length: int, name: str = name, target: str = target, devices: int = devices) -> Any:
+        def of_length(
+            length: int, name: str = name, target: str = target, devices: int = devices
+        ) -> Any:
             model = MODELS[name]
             options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
-            return plan(name, target, length, devices, loss_fn=model.loss_in_bfloat16, **options)
+            return plan(
+                name, target, length, devices, loss_fn=model.loss_in_bfloat16, **options
+            )
 
-        limit = getattr(MODELS[name].config, "n_positions", None) or 8192  # the rows of a table of positions
-        yield from _largest([n for n in (256, 512, 1024, 2048, 4096, 8192) if n <= limit], of_length)
+        # The rows of a table of positions.
+        limit = getattr(MODELS[name].config, "n_positions", None) or 8192
+        yield from _largest(
+            [n for n in (256, 512, 1024, 2048, 4096, 8192) if n <= limit], of_length
+        )
 
 
 def largest() -> Iterator[list[str]]:
     """Yield the deepest LLaMA with the width of the 7B model, at 1024 tokens."""
     for target, _, devices in SERVERS:
 
-        def of_depth(num_layers: int, target: str = target, devices: int = devices) -> Any:
+        def of_depth(
+            num_layers: int, target: str = target, devices: int = devices
+        ) -> Any:
             name = f"LLaMA of {num_layers} layers"
             config = models.LlamaConfig(num_hidden_layers=num_layers)
             model = MODELS[name] = Model(models.LlamaForCausalLM, config)
             options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
-            return plan(name, target, 1024, devices, loss_fn=model.loss_in_bfloat16, **options)
+            return plan(
+                name, target, 1024, devices, loss_fn=model.loss_in_bfloat16, **options
+            )
 
         yield from _largest([2, 4, 8, 16, 24, 32, 48, 64], of_depth)
 
 
-def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> Iterator[list[str]]:
+def _largest(
+    sizes: list[int], make: Callable[[int], tuple[list[str], Any]]
+) -> Iterator[list[str]]:
     """Yield the row of the largest of ascending sizes that fits, by bisection."""
     largest_row = None
     while sizes:
@@ -228,19 +302,35 @@ SMALL = {
             num_attention_heads=8,
         ),
     ),
-    "GPT-2": Model(models.GPT2LMHeadModel, models.GPT2Config(vocab_size=8192, n_embd=512, n_layer=4, n_head=8)),
-    "T5": Model(models.T5ForConditionalGeneration, models.T5Config(vocab_size=8192, num_layers=4)),
+    "GPT-2": Model(
+        models.GPT2LMHeadModel,
+        models.GPT2Config(vocab_size=8192, n_embd=512, n_layer=4, n_head=8),
+    ),
+    "T5": Model(
+        models.T5ForConditionalGeneration,
+        models.T5Config(vocab_size=8192, num_layers=4),
+    ),
 }
 
 
 def estimates(target: str) -> Iterator[list[str]]:
-    """Yield memory by the CPU compiler over memory by the target's compiler. Each row has a model, a mesh and
-    a policy."""
+    """Yield memory by the CPU compiler over memory by the target's compiler. Each row
+    has a model, a mesh and a policy."""
     MODELS.update(SMALL)
-    sizes = ({"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4})
+    sizes = (
+        {"data": 8},
+        {"fsdp": 8},
+        {"tensor": 8},
+        {"fsdp": 4, "tensor": 2},
+        {"fsdp": 2, "tensor": 4},
+    )
     ratios: list[float] = []
     for name, mesh, remat in itertools.product(SMALL, sizes, ("none", "full")):
-        options: Any = {"mesh": mesh, "options": {"remat": [remat]}, "bytes_per_device": 2**40}
+        options: Any = {
+            "mesh": mesh,
+            "options": {"remat": [remat]},
+            "bytes_per_device": 2**40,
+        }
         run = functools.partial(plan, name, target, 512, 16, **options)
         row, real = run()
         if real is None or real.memory.peak is None:
@@ -252,8 +342,9 @@ def estimates(target: str) -> Iterator[list[str]]:
     if ratios:
         away = [abs(ratio - 1) for ratio in ratios]
         print(
-            f"{target}: {len(ratios)} programs, {min(ratios):.3f} to {max(ratios):.3f}; error "
-            f"{statistics.median(away):.1%} in the median, {max(away):.1%} at worst"
+            f"{target}: {len(ratios)} programs, {min(ratios):.3f} to "
+            f"{max(ratios):.3f}; error {statistics.median(away):.1%} in the median, "
+            f"{max(away):.1%} at worst"
         )
 
 
@@ -269,8 +360,12 @@ PARTS: dict[str, Callable[[], Iterator[list[str]]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all without any")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], help="all without any"
+    )
     for name in parser.parse_args().parts or PARTS:
         rows = list(PARTS[name]())
         header = [*HEADER[:-1], "estimate"] if "estimates" in name else HEADER

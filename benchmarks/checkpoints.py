@@ -2,10 +2,11 @@
 
     python benchmarks/checkpoints.py [--megabytes 200]
 
-A loop takes steps over a state of AdamW and saves now and then. "Blocked" is the time within `save`, without
-the steps that were still running. "Added" is the time by which a save makes the whole loop longer, including
-the writing in the background (on a CPU it takes time from the steps, on an accelerator it does not).
-"Synchronous" waits for each save to be complete. Only the ratios are meaningful.
+A loop takes steps over a state of AdamW and saves now and then. "Blocked" is the time
+within `save`, without the steps that were still running. "Added" is the time by which a
+save makes the whole loop longer, including the writing in the background (on a CPU it
+takes time from the steps, on an accelerator it does not). "Synchronous" waits for each
+save to be complete. Only the ratios are meaningful.
 """
 
 import argparse
@@ -29,16 +30,27 @@ import redco_eqx as rx
 
 
 def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:
-    """Make parameters and two moments of `megabytes` in total, split over all devices."""
+    """Make parameters and two moments of `megabytes` in total, split over all
+    devices."""
     width = int((megabytes * 1e6 / 3 / 4 / 8) ** 0.5) // 64 * 64
     mesh = rx.make_mesh(fsdp=len(jax.devices()))
-    model = rx.init_model(lambda key: eqx.nn.MLP(width, width, width, 7, key=key), mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: eqx.nn.MLP(width, width, width, 7, key=key),
+        mesh,
+        key=jax.random.key(0),
+    )
     return rx.init_state(model, optimizer, key=jax.random.key(1))
 
 
 def size_of(state: rx.TrainState) -> int:
     """Return the bytes of the arrays, each counted once."""
-    return sum(x.nbytes for x in (*jax.tree.leaves((state.params, state.frozen, state.opt_state)), state.step))
+    return sum(
+        x.nbytes
+        for x in (
+            *jax.tree.leaves((state.params, state.frozen, state.opt_state)),
+            state.step,
+        )
+    )
 
 
 def main() -> None:
@@ -59,12 +71,16 @@ def main() -> None:
     step = jax.jit(update, donate_argnums=0)
     width = state.params["layers.0.weight"].shape[0]
     batch = jax.random.normal(jax.random.key(2), (64, width))
-    batch = jax.device_put(batch, rx.batch_sharding(rx.make_mesh(fsdp=len(jax.devices()))))
+    batch = jax.device_put(
+        batch, rx.batch_sharding(rx.make_mesh(fsdp=len(jax.devices())))
+    )
     state = step(state, batch)
 
-    def turn(state: rx.TrainState, writer: Any, wait: bool) -> tuple[rx.TrainState, float, float]:
-        """Take the steps between two saves. Return the state, the seconds in total, and those blocked in the
-        save."""
+    def turn(
+        state: rx.TrainState, writer: Any, wait: bool
+    ) -> tuple[rx.TrainState, float, float]:
+        """Take the steps between two saves. Return the state, the seconds in total, and
+        those blocked in the save."""
         jax.block_until_ready(state)
         began = time.perf_counter()
         blocked, ahead = 0.0, collections.deque[jax.Array]()
@@ -81,19 +97,36 @@ def main() -> None:
         jax.block_until_ready(state)
         return state, time.perf_counter() - began, blocked
 
-    with tempfile.TemporaryDirectory() as directory, rx.Checkpoints(directory, keep_last=1).open() as writer:
-        times: dict[str, list[tuple[float, float]]] = {"none": [], "asynchronous": [], "synchronous": []}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        rx.Checkpoints(directory, keep_last=1).open() as writer,
+    ):
+        times: dict[str, list[tuple[float, float]]] = {
+            "none": [],
+            "asynchronous": [],
+            "synchronous": [],
+        }
         for _ in range(arguments.rounds + 1):
             for name, found in times.items():
                 writer.wait()
-                state, total, blocked = turn(state, None if name == "none" else writer, name == "synchronous")
+                state, total, blocked = turn(
+                    state, None if name == "none" else writer, name == "synchronous"
+                )
                 found.append((total, blocked))
         writer.wait()
-        on_disk = sum(path.stat().st_size for path in pathlib.Path(directory).rglob("*") if path.is_file())
+        on_disk = sum(
+            path.stat().st_size
+            for path in pathlib.Path(directory).rglob("*")
+            if path.is_file()
+        )
 
     device = jax.devices()[0]
-    print(f"{size_of(state) / 1e6:.0f} MB of state on {len(jax.devices())} devices ({device.device_kind})")
-    base = statistics.median(total for total, _ in times["none"][1:])  # the first round compiles
+    print(
+        f"{size_of(state) / 1e6:.0f} MB of state on {len(jax.devices())} devices "
+        f"({device.device_kind})"
+    )
+    # The first round compiles.
+    base = statistics.median(total for total, _ in times["none"][1:])
     print(f"{arguments.steps} steps take {base:.3f} s")
     print(f"{'save':<14}{'blocked, s':>12}{'added, s':>12}")
     results = {}

@@ -1,9 +1,11 @@
-"""The effect of workers on a slow `collate_fn`: one waits 20 ms, and one computes for 20 ms in Python.
+"""The effect of workers on a slow `collate_fn`: one waits 20 ms, and one computes for
+20 ms in Python.
 
     python benchmarks/collation.py
 
-Prints the seconds for each batch, over those of one thread. Nothing is done with the batches. Only the ratios
-within one run are meaningful. Threads that share Python's lock gain nothing for a function that computes.
+Prints the seconds for each batch, over those of one thread. Nothing is done with the
+batches. Only the ratios within one run are meaningful. Threads that share Python's lock
+gain nothing for a function that computes.
 """
 
 import argparse
@@ -30,13 +32,16 @@ def waiting(examples: Any) -> np.ndarray:
 
 
 def computing(examples: Any) -> np.ndarray:
-    end = time.thread_time() + SECONDS  # the time of this thread: waiting for Python's lock does not count
+    # The time of this thread: waiting for Python's lock does not count.
+    end = time.thread_time() + SECONDS
     while time.thread_time() < end:
         pass
     return np.asarray(examples)
 
 
-def seconds_per_batch(collate_fn: Any, num_batches: int, options: dict[str, Any]) -> float:
+def seconds_per_batch(
+    collate_fn: Any, num_batches: int, options: dict[str, Any]
+) -> float:
     examples = rx.Data(range(8 * num_batches), **options)
     made = rx.batches(examples, collate_fn, batch_size=8, mesh=rx.make_mesh())
     for _ in range(num_batches // 4):
@@ -47,12 +52,18 @@ def seconds_per_batch(collate_fn: Any, num_batches: int, options: dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     for collate_fn in (waiting, computing):
-        print(f"{collate_fn.__name__} for {1000 * SECONDS:.0f} ms in collate_fn, over one thread", flush=True)
+        print(
+            f"{collate_fn.__name__} for {1000 * SECONDS:.0f} ms in collate_fn, over "
+            "one thread",
+            flush=True,
+        )
         found: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(args.rounds):
             for name, options in WAYS.items():
@@ -61,7 +72,8 @@ def main() -> None:
             ratios = [x / y for x, y in zip(seconds, found["one thread"])]
             shown = f"{min(ratios):.2f} to {max(ratios):.2f}"
             print(
-                f"  {name:12} {statistics.median(ratios):5.2f}  ({shown}; {1000 * min(seconds):.1f} ms)",
+                f"  {name:12} {statistics.median(ratios):5.2f}  ({shown}; "
+                f"{1000 * min(seconds):.1f} ms)",
                 flush=True,
             )
 

@@ -1,11 +1,13 @@
-"""Mixtures of experts on data 2 x tensor 4, beside a layout of experts by hand. Nothing is run, or in memory.
+"""Mixtures of experts on data 2 x tensor 4, beside a layout of experts by hand. Nothing
+is run, or in memory.
 
     python benchmarks/experts.py
 
-Mixtral-8x7B and Qwen3-30B-A3B at their widths, with two layers, and 16 texts of 128 tokens: bytes that a device
-sends in a `train_step` with AdamW over `tensor` (by the ring algorithm), and the peak of its temporary arrays.
-"ours" is the layout of `shard_rules`, which splits each expert inside. "by hand" gives each
-device whole experts: it computes its own experts for all tokens of its rows, and one sum joins them.
+Mixtral-8x7B and Qwen3-30B-A3B at their widths, with two layers, and 16 texts of 128
+tokens: bytes that a device sends in a `train_step` with AdamW over `tensor` (by the
+ring algorithm), and the peak of its temporary arrays. "ours" is the layout of
+`shard_rules`, which splits each expert inside. "by hand" gives each device whole
+experts: it computes its own experts for all tokens of its rows, and one sum joins them.
 """
 
 import functools
@@ -40,16 +42,21 @@ def by_hand(
     activation: Any,
     **_: Any,
 ) -> Any:
-    """The function `mix_experts` by hand: each device has some of the experts, whole."""
+    """The function `mix_experts` by hand: each device has some of the experts,
+    whole."""
 
     def body(x: Any, scores: Any, gate: Any, up: Any, down: Any) -> Any:
         weights, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), num_chosen)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
+        weights = (
+            weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
+        )
         x, weights = vary(x, "tensor"), vary(weights, "tensor").reshape(-1)
         own = chosen.reshape(-1) - jax.lax.axis_index("tensor") * len(gate)
         is_own = (own >= 0) & (own < len(gate))
         order = jnp.argsort(jnp.where(is_own, own, len(gate)), stable=True)
-        sizes = jnp.bincount(jnp.where(is_own, own, len(gate)), length=len(gate) + 1)[:-1].astype(jnp.int32)
+        sizes = jnp.bincount(jnp.where(is_own, own, len(gate)), length=len(gate) + 1)[
+            :-1
+        ].astype(jnp.int32)
         product = lambda rows, w: jax.lax.ragged_dot(rows, jnp.swapaxes(w, 1, 2), sizes)  # noqa: E731
         rows = x.reshape(-1, x.shape[-1])[order // num_chosen]
         hidden = activation(product(rows, gate)) * product(rows, up)
@@ -59,21 +66,30 @@ def by_hand(
 
     rows, experts = PartitionSpec(("data", "fsdp")), PartitionSpec("tensor")
     specs = (rows, rows, experts, experts, experts)
-    body = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=(rows, rows))
+    body = jax.shard_map(
+        body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=(rows, rows)
+    )
     return body(x, scores, *(p.weight for p in projections))
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     hidden, balance = model.hidden_states_and_balance(batch[:, :-1])
-    return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:]).value + 0.01 * balance
+    return (
+        rx.layers.cross_entropy(hidden, model.head, batch[:, 1:]).value + 0.01 * balance
+    )
 
 
 def measured(config: Any, mesh: Mesh, overrides: Overrides = ()) -> list[str]:
     case = Case(
-        lambda key: models.MixtralForCausalLM(config, stacked=True, key=key), loss_fn,
-        jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32), (ROWS, LENGTH, config.hidden_size), 2 * LAYERS + 1,
-    )  # fmt: skip
-    program = lower_step(case, mesh, overrides=overrides).compile(compiler_options=COMPILER_OPTIONS)
+        lambda key: models.MixtralForCausalLM(config, stacked=True, key=key),
+        loss_fn,
+        jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32),
+        (ROWS, LENGTH, config.hidden_size),
+        2 * LAYERS + 1,
+    )
+    program = lower_step(case, mesh, overrides=overrides).compile(
+        compiler_options=COMPILER_OPTIONS
+    )
     found = rx.communication(program, mesh)
     over_tensor = sum(c.sent_bytes for c in found if "tensor" in c.axes)
     memory: Any = program.memory_analysis()
@@ -86,6 +102,8 @@ if __name__ == "__main__":
     rows = [["model", "layout of experts", "sent over tensor, MiB", "temporary, MiB"]]
     for name, config in CONFIGS.items():
         rows.append([name, "ours", *measured(config, mesh)])
-        with mock.patch.object(mixtral, "mix_experts", functools.partial(by_hand, mesh)):
+        with mock.patch.object(
+            mixtral, "mix_experts", functools.partial(by_hand, mesh)
+        ):
             rows.append([name, "by hand", *measured(config, mesh, WHOLE_EXPERTS)])
     print(table(rows, 2))

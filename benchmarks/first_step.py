@@ -2,15 +2,18 @@
 
     python benchmarks/first_step.py
 
-Models of 24 layers at width 64, on 8 virtual devices (data 2 x tensor 4). Each measurement has a separate
-process. "ours" is what `fit` does before its first step: the layout from the traced program, the compiled step,
-and the line that says what it sends. "plain" traces, lowers and compiles `jax.jit` of the same loss, its
-gradient and AdamW, on arrays with the same layout, and donates them. "checked" is "plain" with two things that
-a step of `fit` computes as well: the norm of the gradient, and the old state if loss or norm are not finite.
-None includes imports (of which only "ours" needs `scipy.optimize`, 0.8 s), the birth of the model, or a step.
+Models of 24 layers at width 64, on 8 virtual devices (data 2 x tensor 4). Each
+measurement has a separate process. "ours" is what `fit` does before its first step: the
+layout from the traced program, the compiled step, and the line that says what it sends.
+"plain" traces, lowers and compiles `jax.jit` of the same loss, its gradient and AdamW,
+on arrays with the same layout, and donates them. "checked" is "plain" with two things
+that a step of `fit` computes as well: the norm of the gradient, and the old state if
+loss or norm are not finite. None includes imports (of which only "ours" needs
+`scipy.optimize`, 0.8 s), the birth of the model, or a step.
 
-With `--cache`, both sides run twice with one cache of compiled programs: seconds of wall time from the start of
-the process to the end of the first step, without the cache's programs and with them.
+With `--cache`, both sides run twice with one cache of compiled programs: seconds of
+wall time from the start of the process to the end of the first step, without the
+cache's programs and with them.
 """
 
 import argparse
@@ -26,7 +29,15 @@ from collections.abc import Callable
 from typing import Any
 
 MODELS = ("LLaMA, list", "LLaMA, stacked", "quickstart, list")
-COLUMNS = ("layout", "step", "cost line", "plain", "checked", "ours/plain", "ours/checked")
+COLUMNS = (
+    "layout",
+    "step",
+    "cost line",
+    "plain",
+    "checked",
+    "ours/plain",
+    "ours/checked",
+)
 
 
 def measured(name: str, side: str) -> dict[str, float]:
@@ -64,7 +75,10 @@ def measured(name: str, side: str) -> dict[str, float]:
             return quickstart.Transformer(dim=64, num_layers=24, num_heads=8, key=key)
 
     rows = np.random.default_rng(0).integers(256, size=shape).astype(np.int32)
-    evidence: dict[str, Any] = {"loss_fn": loss_fn, "batch": jax.ShapeDtypeStruct(shape, np.int32)}
+    evidence: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batch": jax.ShapeDtypeStruct(shape, np.int32),
+    }
     abstract = eqx.filter_eval_shape(make_model, jax.random.key(0))
     if side == "ours":
         phase("layout", lambda: rx.shard_rules(abstract, mesh, **evidence))
@@ -74,10 +88,14 @@ def measured(name: str, side: str) -> dict[str, float]:
         state = rx.init_state(model, optimizer, key=jax.random.key(1))
         program = phase(
             "step",
-            lambda: train_program(state, batch, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=1),
+            lambda: train_program(
+                state, batch, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=1
+            ),
         )
         phase("cost line", lambda: cost(program.compiled, mesh))
-        jax.block_until_ready(program.compiled(jax.tree.leaves(state), program.window, batch))
+        jax.block_until_ready(
+            program.compiled(jax.tree.leaves(state), program.window, batch)
+        )
         return seconds
 
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -94,10 +112,14 @@ def measured(name: str, side: str) -> dict[str, float]:
             return *new, loss
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
-        return *jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, (params, opt_state)), (loss, norm)
+        return *jax.tree.map(
+            lambda new, old: jnp.where(ok, new, old), new, (params, opt_state)
+        ), (loss, norm)
 
     opt_state = optimizer.init(params)
-    compiled = phase("step", lambda: step.trace(params, opt_state, batch).lower().compile())
+    compiled = phase(
+        "step", lambda: step.trace(params, opt_state, batch).lower().compile()
+    )
     jax.block_until_ready(compiled(params, opt_state, batch))
     return seconds
 
@@ -113,16 +135,25 @@ def in_process(name: str, side: str, cache: str = "") -> dict[str, float]:
         }
     began = time.perf_counter()
     command = [sys.executable, __file__, "--measure", name, side]
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    output = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     return {**json.loads(output.splitlines()[-1]), "wall": time.perf_counter() - began}
 
 
 def one_round(name: str) -> dict[str, float]:
     """Measure each side once."""
-    ours, plain, checked = (in_process(name, side) for side in ("ours", "plain", "checked"))
+    ours, plain, checked = (
+        in_process(name, side) for side in ("ours", "plain", "checked")
+    )
     total = sum(ours[phase] for phase in COLUMNS[:3])
     others = {"plain": plain["step"], "checked": checked["step"]}
-    return {**ours, **others, "ours/plain": total / plain["step"], "ours/checked": total / checked["step"]}
+    return {
+        **ours,
+        **others,
+        "ours/plain": total / plain["step"],
+        "ours/checked": total / checked["step"],
+    }
 
 
 def main() -> None:
@@ -138,14 +169,29 @@ def main() -> None:
         for name in MODELS:
             for side in ("ours", "plain"):
                 with tempfile.TemporaryDirectory() as cache:
-                    first, second = (in_process(name, side, cache)["wall"] for _ in range(2))
-                print(f"{name:<20}{side:<8}{first:>8.1f}{second:>8.1f}{second / first:>8.2f}", flush=True)
+                    first, second = (
+                        in_process(name, side, cache)["wall"] for _ in range(2)
+                    )
+                print(
+                    f"{name:<20}{side:<8}"
+                    f"{first:>8.1f}{second:>8.1f}{second / first:>8.2f}",
+                    flush=True,
+                )
     else:
-        print(f"{'model':<20}" + "".join(f"{name:>{len(name) + 3}}" for name in COLUMNS))
+        print(
+            f"{'model':<20}" + "".join(f"{name:>{len(name) + 3}}" for name in COLUMNS)
+        )
         for name in MODELS:
             rounds = [one_round(name) for _ in range(args.rounds)]
-            row = {column: statistics.median(one[column] for one in rounds) for column in COLUMNS}
-            print(f"{name:<20}" + "".join(f"{x:>{len(n) + 3}.2f}" for n, x in row.items()), flush=True)
+            row = {
+                column: statistics.median(one[column] for one in rounds)
+                for column in COLUMNS
+            }
+            print(
+                f"{name:<20}"
+                + "".join(f"{x:>{len(n) + 3}.2f}" for n, x in row.items()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

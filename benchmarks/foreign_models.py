@@ -1,9 +1,12 @@
-"""Equinox models that other people published on PyPI, each with a loss, of the kinds that exist.
+"""Equinox models that other people published on PyPI, each with a loss, of the kinds
+that exist.
 
-Each is small, or with `published` as large as its authors made it: ESM2 650M, E1 150M, CLIP's ViT-B/32,
-ConvNeXt-T, Swin-T, ResNet-50, Mamba 130M, and the defaults of flowjax. GATv2 has no such size.
+Each is small, or with `published` as large as its authors made it: ESM2 650M, E1 150M,
+CLIP's ViT-B/32, ConvNeXt-T, Swin-T, ResNet-50, Mamba 130M, and the defaults of flowjax.
+GATv2 has no such size.
 
-    pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax lineax gatv2-eqx
+    pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax
+    lineax gatv2-eqx
 
 A package that is not installed, or does not run with this JAX, is named and left out.
 """
@@ -72,7 +75,9 @@ def _image(model: Any, batch: Any, key: Any) -> Any:
 
 def _stateful_image(pair: Any, batch: Any, key: Any) -> Any:
     model, state = pair
-    run = jax.vmap(model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
+    run = jax.vmap(
+        model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None)
+    )
     logits, state = run(batch["x"], state, key)
     return _labels_loss(logits, batch["y"]), {}, state
 
@@ -127,7 +132,8 @@ def _vit(published: bool) -> Foreign:
 
 
 class ChannelNorm(eqx.Module):
-    """A LayerNorm over the channels of (channels, height, width). That of the package expects them last."""
+    """A LayerNorm over the channels of (channels, height, width). That of the package
+    expects them last."""
 
     norm: eqx.nn.LayerNorm
 
@@ -146,10 +152,20 @@ def _convnext(published: bool) -> Foreign:
 
     def make(key: Any) -> Any:
         return eqx.nn.make_with_state(module.ConvNeXt)(
-            settings, 0.0, 1e-6, _num_labels(published), None, ChannelNorm, True, key, jnp.float32
+            settings,
+            0.0,
+            1e-6,
+            _num_labels(published),
+            None,
+            ChannelNorm,
+            True,
+            key,
+            jnp.float32,
         )
 
-    return Foreign("jaxonmodels ConvNeXt", "ConvNet", make, _stateful_image, _images(published))
+    return Foreign(
+        "jaxonmodels ConvNeXt", "ConvNet", make, _stateful_image, _images(published)
+    )
 
 
 def _swin(published: bool) -> Foreign:
@@ -159,28 +175,48 @@ def _swin(published: bool) -> Foreign:
         width, depths, heads, window = (96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7])
 
     def make(key: Any) -> Any:
-        parts = (module.SwinTransformerBlock, module.PatchMerging, module.ShiftedWindowAttention)
+        parts = (
+            module.SwinTransformerBlock,
+            module.PatchMerging,
+            module.ShiftedWindowAttention,
+        )
         labels = _num_labels(published)
-        return module._swin_transformer(key, True, labels, [4, 4], width, depths, heads, window, 0.0, *parts)
+        return module._swin_transformer(
+            key, True, labels, [4, 4], width, depths, heads, window, 0.0, *parts
+        )
 
     batch = _images(published, side=64)
-    return Foreign("jaxonmodels Swin", "windowed vision transformer", make, _stateful_image, batch)
+    return Foreign(
+        "jaxonmodels Swin", "windowed vision transformer", make, _stateful_image, batch
+    )
 
 
 def _resnet(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.resnet")
-    block, depths = (module.Bottleneck, [3, 4, 6, 3]) if published else (module.BasicBlock, [1, 1, 1, 1])
+    block, depths = (
+        (module.Bottleneck, [3, 4, 6, 3])
+        if published
+        else (module.BasicBlock, [1, 1, 1, 1])
+    )
 
     def loss(pair: Any, batch: Any, key: Any) -> Any:
         return _stateful_image((lambda x, s, k: pair[0](x, s), pair[1]), batch, key)
 
     def make(key: Any) -> Any:
         return eqx.nn.make_with_state(module.ResNet)(
-            block, depths, _num_labels(published), zero_init_residual=False, groups=1, width_per_group=64,
-            replace_stride_with_dilation=None, key=key,
-        )  # fmt: skip
+            block,
+            depths,
+            _num_labels(published),
+            zero_init_residual=False,
+            groups=1,
+            width_per_group=64,
+            replace_stride_with_dilation=None,
+            key=key,
+        )
 
-    return Foreign("jaxonmodels ResNet", "ResNet with BatchNorm", make, loss, _images(published))
+    return Foreign(
+        "jaxonmodels ResNet", "ResNet with BatchNorm", make, loss, _images(published)
+    )
 
 
 def _mamba(published: bool) -> Foreign:
@@ -221,7 +257,9 @@ def _flow(name: str, kind: str) -> Callable[[bool], Foreign]:
 
         def make(key: Any) -> Any:
             sizes = {} if published else {"flow_layers": 4, "nn_width": 128}
-            return getattr(flows, name)(key, base_dist=normal(jnp.zeros(16)), invert=True, **sizes)
+            return getattr(flows, name)(
+                key, base_dist=normal(jnp.zeros(16)), invert=True, **sizes
+            )
 
         def loss(model: Any, batch: Any, key: Any) -> Any:
             return -jnp.mean(paramax.unwrap(model).log_prob(batch["x"]))
@@ -241,12 +279,15 @@ BUILDERS: dict[str, Callable[[bool], Foreign]] = {
     "jaxonmodels.mamba": _mamba,
     "gatv2_eqx": _gat,
     "flowjax.coupling": _flow("coupling_flow", "coupling flow"),
-    "flowjax.autoregressive": _flow("masked_autoregressive_flow", "autoregressive flow"),
+    "flowjax.autoregressive": _flow(
+        "masked_autoregressive_flow", "autoregressive flow"
+    ),
 }
 
 
 def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
-    """Return the models that are installed and run, and the reasons why others are missing."""
+    """Return the models that are installed and run, and the reasons why others are
+    missing."""
     found, missing = [], {}
     for name, build in BUILDERS.items():
         try:
@@ -255,5 +296,7 @@ def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
             eqx.filter_eval_shape(model.loss, abstract, model.batch, jax.random.key(0))
             found.append(model)
         except Exception as error:
-            missing[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
+            missing[name] = (
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
+            )
     return found, missing

@@ -1,16 +1,21 @@
-"""The library on an accelerator, compared with torch and a step written by hand in JAX, by one command.
+"""The library on an accelerator, compared with torch and a step written by hand in JAX,
+by one command.
 
-    python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500]
-    python benchmarks/gpu.py --small                # everything at a tiny size, on the CPU
-    python benchmarks/gpu.py --compile h200:1 llama paper     # steps compiled for a GPU that is not present
+    python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500] python
+    benchmarks/gpu.py --small # everything at a tiny size, on the CPU python
+    benchmarks/gpu.py --compile h200:1 llama paper # steps compiled for a GPU that is
+    not present
 
-Parts: `llama` (7B at 4096 tokens), `paper` (the sizes of the paper's Figure 3), `fit`, `saving`, `generation`,
-`loading` (the work around a step), `tests`. Each row (`accelerator/settings.py`) is a separate process with a
-time limit: a failure or a hang costs only that row. A finished row is appended to `--out`, with all measured
-numbers and the versions; the table comes at the end. A row that could run past `--seconds` is not begun.
+Parts: `llama` (7B at 4096 tokens), `paper` (the sizes of the paper's Figure 3), `fit`,
+`saving`, `generation`, `loading` (the work around a step), `tests`. Each row
+(`accelerator/settings.py`) is a separate process with a time limit: a failure or a hang
+costs only that row. A finished row is appended to `--out`, with all measured numbers
+and the versions; the table comes at the end. A row that could run past `--seconds` is
+not begun.
 
-MFU counts 6N + 12 L d s operations for a token, with all pairs of tokens and without recomputation, over the
-products in the chip's data sheet. One device. `torch` needs the group `parity`, with CUDA.
+MFU counts 6N + 12 L d s operations for a token, with all pairs of tokens and without
+recomputation, over the products in the chip's data sheet. One device. `torch` needs the
+group `parity`, with CUDA.
 """
 
 import argparse
@@ -33,15 +38,17 @@ def run(setting: Setting, *, is_small: bool, target: str | None) -> dict[str, An
     """Return the result of a row, or the error of its process."""
     with tempfile.TemporaryDirectory() as directory:
         row = pathlib.Path(directory, "row.json")
-        given = {"setting": dataclasses.asdict(setting), "is_small": is_small, "target": target}
+        given = {
+            "setting": dataclasses.asdict(setting),
+            "is_small": is_small,
+            "target": target,
+        }
         row.write_text(json.dumps(given))
         return run_alone(["-m", "accelerator.worker", str(row)], setting.limit)
 
 
-HEADER = [
-    "part", "library", "model", "precision", "remat", "attention", "rows x tokens", "s", "tokens/s", "MFU",
-    "peak GiB", "",
-]  # fmt: skip
+HEADER = ["part", "library", "model", "precision", "remat", "attention"]
+HEADER += ["rows x tokens", "s", "tokens/s", "MFU", "peak GiB", ""]
 MORE = {
     "ratio": "x {:.3f} of the step alone",
     "added_seconds": "adds {:.2f} s in all",
@@ -74,21 +81,32 @@ def cells(found: dict[str, Any]) -> list[str]:
         f"{found['mfu']:.1%}" if "mfu" in found else "",
         "" if peak is None else f"{peak:.2f}",
     ]
-    more = "; ".join(form.format(found[key]) for key, form in MORE.items() if key in found)
+    more = "; ".join(
+        form.format(found[key]) for key, form in MORE.items() if key in found
+    )
     return [*names, size, *numbers, more]
 
 
 COMPILING = 900
-"""The time limit in seconds for a row that is only compiled, which needs no time of an accelerator."""
+"""The time limit in seconds for a row that is only compiled, which needs no time of an
+accelerator."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all without any")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], help="all without any"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU")
-    parser.add_argument("--compile", metavar="TARGET", help='as for `rx.plan`: "h200:1"')
+    parser.add_argument(
+        "--compile", metavar="TARGET", help='as for `rx.plan`: "h200:1"'
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu.jsonl"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all rows")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="for all rows"
+    )
     given = parser.parse_args()
     begun, rows = time.monotonic(), []
     for setting in SETTINGS:
@@ -102,7 +120,12 @@ def main() -> None:
         else:
             result = run(setting, is_small=given.small, target=given.compile)
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = {**dataclasses.asdict(setting), **result, "date": date, "small": given.small}
+        found = {
+            **dataclasses.asdict(setting),
+            **result,
+            "date": date,
+            "small": given.small,
+        }
         with given.out.open("a") as file:
             file.write(json.dumps({**found, "target": given.compile}) + "\n")
         rows.append(cells(found))

@@ -1,20 +1,23 @@
-"""Layouts by the traced program, compared with others: the bytes that one step sends, compiled and predicted.
+"""Layouts by the traced program, compared with others: the bytes that one step sends,
+compiled and predicted.
 
     python benchmarks/layouts.py [zoo] [families] [others] [foreign]
     python benchmarks/layouts.py generated [NUMBER]
 
-Fails after the last row if a number is wrong, see `faults`. `generated` takes programs of `tests/gradients`,
-300 unless a number is given.
+Fails after the last row if a number is wrong, see `faults`. `generated` takes programs
+of `tests/gradients`, 300 unless a number is given.
 
-`predicted` are the predicted bytes for the layout of `dataflow` with the CPU compiler, `at least` the bound for
-them, and `gap` the bound over the prediction. There are none if an operation is `opaque`. `merged` is the
-prediction if results are added before they are summed over devices, as compilers for TPU and GPU do. The loss
-and its gradient are compiled for data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow`
-(the program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `parallax` (the automatic
-strategy of google-parallax, if it is installed, for the loss; or the error that it raises), `column` (dim 0 of
-every matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device). Times are
-those of `dataflow`: to trace the loss and its gradient, to walk through the program and weigh all splits, and
-to choose.
+`predicted` are the predicted bytes for the layout of `dataflow` with the CPU compiler,
+`at least` the bound for them, and `gap` the bound over the prediction. There are none
+if an operation is `opaque`. `merged` is the prediction if results are added before they
+are summed over devices, as compilers for TPU and GPU do. The loss and its gradient are
+compiled for data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow`
+(the program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts),
+`parallax` (the automatic strategy of google-parallax, if it is installed, for the loss;
+or the error that it raises), `column` (dim 0 of every matrix that divides), `largest`
+(the largest dim that divides), `whole` (all on every device). Times are those of
+`dataflow`: to trace the loss and its gradient, to walk through the program and weigh
+all splits, and to choose.
 """
 
 import importlib
@@ -75,30 +78,44 @@ def compiled_bytes(
     *,
     mended: bool = False,
 ) -> int:
-    """Return the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter.
+    """Return the bytes that the compiled loss and gradient send. A gradient is laid out
+    like its parameter.
 
-    `mended`: replaces the operations that the steps of the library replace, such as Fourier transforms.
+    `mended`: replaces the operations that the steps of the library replace, such as
+    Fourier transforms.
     """
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
 
     def place(x: Any, spec: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
 
     left = iter([specs[path] for path in rx.to_arrays(model)])
-    placed = jax.tree.map(lambda x: place(x, next(left)) if is_abstract(x) else x, model)
-    params, rest = eqx.partition(placed, lambda x: is_abstract(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    placed = jax.tree.map(
+        lambda x: place(x, next(left)) if is_abstract(x) else x, model
+    )
+    params, rest = eqx.partition(
+        placed, lambda x: is_abstract(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
     buffers, static = eqx.partition(rest, is_abstract)
     rows = rx.batch_sharding(mesh)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
+    )
 
     def step(params: Any, buffers: Any, batch: Any) -> Any:
         def of_params(params: Any) -> Any:
-            result = loss(eqx.combine(params, buffers, static), batch, jax.random.key(0))
+            result = loss(
+                eqx.combine(params, buffers, static), batch, jax.random.key(0)
+            )
             first, *others = result if isinstance(result, tuple) else (result,)
             value = first.value if isinstance(first, rx.Mean) else first
-            return value, [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+            return value, [
+                x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)
+            ]
 
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
@@ -120,7 +137,10 @@ def zoo_cases() -> Iterator[Case]:
 
     for entry in zoo.ZOO:
         model = eqx.filter_eval_shape(entry.make, jax.random.key(0))
-        hand = {path: PartitionSpec(*(() if s is ... else s)) for path, s in zoo.goldens(entry, model).items()}
+        hand = {
+            path: PartitionSpec(*(() if s is ... else s))
+            for path, s in zoo.goldens(entry, model).items()
+        }
 
         def loss(model: Any, batch: Any, key: Any, entry: Any = entry) -> Any:
             return entry.loss(model, batch)
@@ -134,7 +154,12 @@ def family_cases() -> Iterator[Case]:
         for stacked in (False, True):
             case = family_case(name, sizes, stacked=stacked)
             model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
-            yield Case(f"{name}{', stacked' if stacked else ''}", model, case.loss_fn, case.batch)
+            yield Case(
+                f"{name}{', stacked' if stacked else ''}",
+                model,
+                case.loss_fn,
+                case.batch,
+            )
 
 
 def foreign_cases() -> Iterator[Case]:
@@ -156,7 +181,9 @@ def other_cases() -> Iterator[Case]:
 
     def case(name: str, model: Callable[[Any], Any], *shape: int) -> Case:
         abstract = eqx.filter_eval_shape(model, jax.random.key(0))
-        return Case(name, abstract, mean_square, jax.ShapeDtypeStruct(shape, jnp.float32))
+        return Case(
+            name, abstract, mean_square, jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
 
     def linear(in_size: int, out_size: int) -> eqx.nn.Linear:
         return eqx.nn.Linear(in_size, out_size, key=jax.random.key(0))
@@ -193,17 +220,37 @@ def other_cases() -> Iterator[Case]:
             zero = jnp.zeros(self.cell.hidden_size)
             return jax.vmap(self.out)(jax.lax.scan(step, (zero, zero), x)[1])
 
-    mix = sparse.BCOO.fromdense(jnp.asarray(np.random.default_rng(0).random((64, 64)) < 0.1, jnp.float32))
+    mix = sparse.BCOO.fromdense(
+        jnp.asarray(np.random.default_rng(0).random((64, 64)) < 0.1, jnp.float32)
+    )
     int8 = [
         jnp.zeros((8192, 2048), jnp.int8),
         jnp.ones(8192),
         jnp.zeros((2048, 8192), jnp.int8),
         jnp.ones(2048),
     ]
-    yield case("long tokens", lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2), 4, 8192, 64)
-    yield case("BCOO", lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2, mix), 8, 64, 64)
+    yield case(
+        "long tokens",
+        lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2),
+        4,
+        8192,
+        64,
+    )
+    yield case(
+        "BCOO",
+        lambda key: Tokens([linear(64, 256), linear(256, 64)] * 2, mix),
+        8,
+        64,
+        64,
+    )
     yield case("int8", lambda key: Quantised(*int8), 16, 2048)
-    yield case("LSTM", lambda key: Recurrent(eqx.nn.LSTMCell(64, 128, key=key), linear(128, 64)), 16, 16, 64)
+    yield case(
+        "LSTM",
+        lambda key: Recurrent(eqx.nn.LSTMCell(64, 128, key=key), linear(128, 64)),
+        16,
+        16,
+        64,
+    )
 
 
 def drawn(strategy: Any, number: int) -> list[Any]:
@@ -220,7 +267,10 @@ def drawn(strategy: Any, number: int) -> list[Any]:
         database=None,
         phases=[hypothesis.Phase.generate],
         deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow],
+        suppress_health_check=[
+            hypothesis.HealthCheck.filter_too_much,
+            hypothesis.HealthCheck.too_slow,
+        ],
     )
     hypothesis.seed(0)(settings(hypothesis.given(strategy)(keep)))()
     return found[:number]
@@ -230,9 +280,11 @@ CONVOLUTIONS = ("convolution", "per_example")
 
 
 def generated_cases(number: int = 300) -> Iterator[Case]:
-    """Generate the same programs each time, of all families of operations but convolutions.
+    """Generate the same programs each time, of all families of operations but
+    convolutions.
 
-    Of some gradients of convolutions, XLA's partitioner aborts the process; `train_step` replaces these.
+    Of some gradients of convolutions, XLA's partitioner aborts the process;
+    `train_step` replaces these.
     """
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     generated = importlib.import_module("gradients.programs")
@@ -241,11 +293,16 @@ def generated_cases(number: int = 300) -> Iterator[Case]:
     families = [family for family in generated.FAMILIES if family not in CONVOLUTIONS]
 
     def is_compiled(spec: Any) -> bool:
-        return all(operations[entry["name"]].family not in CONVOLUTIONS for entry in spec["operations"])
+        return all(
+            operations[entry["name"]].family not in CONVOLUTIONS
+            for entry in spec["operations"]
+        )
 
     each = math.ceil(number / len(families))
     for family in families:
-        for i, spec in enumerate(drawn(generated.programs(family).filter(is_compiled), each)):
+        for i, spec in enumerate(
+            drawn(generated.programs(family).filter(is_compiled), each)
+        ):
             program, batch = generated.build(spec), generated.make_batch(spec)
             names = "+".join(entry["name"] for entry in spec["operations"])
             model = {"layers": program.weights}
@@ -260,11 +317,18 @@ def generated_cases(number: int = 300) -> Iterator[Case]:
 
 
 def naive(model: Any, pick: Callable[[tuple[int, ...]], int | None]) -> Specs:
-    """Split one dim of every floating array of two or more dims, chosen by its shape alone."""
+    """Split one dim of every floating array of two or more dims, chosen by its shape
+    alone."""
     specs = {}
     for path, x in rx.to_arrays(model).items():
-        dim = pick(x.shape) if len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating) else None
-        specs[path] = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "tensor")
+        dim = (
+            pick(x.shape)
+            if len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+            else None
+        )
+        specs[path] = (
+            PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "tensor")
+        )
     return specs
 
 
@@ -278,30 +342,45 @@ def largest_dim(shape: tuple[int, ...]) -> int | None:
 
 
 def parallax(case: Case) -> Specs | None:
-    """Return the splits of google-parallax over its `model` axis, where that divides; `None` if it is not
-    installed."""
+    """Return the splits of google-parallax over its `model` axis, where that divides;
+    `None` if it is not installed."""
     try:
         from parallax.sharding.auto_shard import get_shardings  # type: ignore[import-not-found]
     except ImportError:
         return None
     arrays = rx.to_arrays(case.model)
-    params = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    params = {
+        path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)
+    }
     others = {path: x for path, x in arrays.items() if path not in params}
-    dynamic, static = eqx.partition(case.model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    dynamic, static = eqx.partition(
+        case.model, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
     treedef = jax.tree.structure(dynamic)
 
     def loss(params: Any, others: Any, batch: Any) -> Any:
         leaves = [{**params, **others}[path] for path in rx.to_arrays(dynamic)]
-        result = case.loss(eqx.combine(jax.tree.unflatten(treedef, leaves), static), batch, jax.random.key(0))
+        result = case.loss(
+            eqx.combine(jax.tree.unflatten(treedef, leaves), static),
+            batch,
+            jax.random.key(0),
+        )
         first = result[0] if isinstance(result, tuple) else result
         return first.value if isinstance(first, rx.Mean) else first
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, TENSOR), ("data", "model"))):
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((2, TENSOR), ("data", "model"))
+    ):
         (chosen, *_), _ = get_shardings(loss, params, others, case.batch)
 
     def ours(path: str, x: Any) -> PartitionSpec:
         spec = chosen.get(path, ())
-        return PartitionSpec(*("tensor" if a and n % TENSOR == 0 else None for a, n in zip(spec, x.shape)))
+        return PartitionSpec(
+            *(
+                "tensor" if a and n % TENSOR == 0 else None
+                for a, n in zip(spec, x.shape)
+            )
+        )
 
     return {path: ours(path, x) for path, x in arrays.items()}
 
@@ -310,25 +389,15 @@ def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     """Return the bytes of the model's arrays on one device."""
     total = 0.0
     for path, x in rx.to_arrays(model).items():
-        split = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(specs[path])))
+        split = math.prod(
+            mesh.shape[axis] for axis in jax.tree.leaves(tuple(specs[path]))
+        )
         total += math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) / split
     return total
 
 
-HEAD = [
-    "",
-    "dataflow",
-    "predicted",
-    "at least",
-    "gap",
-    "merged",
-    "paths",
-    "hand",
-    "parallax",
-    "column",
-    "largest",
-    "whole",
-]
+HEAD = ["", "dataflow", "predicted", "at least", "gap", "merged", "paths", "hand"]
+HEAD += ["parallax", "column", "largest", "whole"]
 HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms trace", "walk", "choose"]
 
 
@@ -341,11 +410,16 @@ def times_of(case: Case) -> list[str]:
     marks.append(time.perf_counter())
     choose_layout(analysis, given={}, fixed={})
     marks.append(time.perf_counter())
-    return [f"{1e3 * (after - before):.0f}" for before, after in itertools.pairwise(marks)]
+    return [
+        f"{1e3 * (after - before):.0f}" for before, after in itertools.pairwise(marks)
+    ]
 
 
-def faults(sent: dict[str, int], held: dict[str, float], predicted: float, least: float) -> list[str]:
-    """Return what is wrong with the numbers of a row: bytes compiled and held, by engine, and predicted bytes.
+def faults(
+    sent: dict[str, int], held: dict[str, float], predicted: float, least: float
+) -> list[str]:
+    """Return what is wrong with the numbers of a row: bytes compiled and held, by
+    engine, and predicted bytes.
 
     Without a prediction, `predicted` is 0.
     """
@@ -362,17 +436,27 @@ def faults(sent: dict[str, int], held: dict[str, float], predicted: float, least
 
 
 def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], list[str]]:
-    """Make a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision.
+    """Make a line of the table: MB sent in a step, MB of arrays on a device, and the
+    time for the decision.
 
     Also return its faults.
     """
     times = times_of(case) if engines else ["-"] * 3
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
     assert analysis is not None
-    by_flow = {path: d.spec for path, d in explain_by(analysis, case.model, mesh).decisions.items()}
-    by_paths = {path: d.spec for path, d in rx.explain(case.model, mesh).decisions.items()}
+    by_flow = {
+        path: d.spec
+        for path, d in explain_by(analysis, case.model, mesh).decisions.items()
+    }
+    by_paths = {
+        path: d.spec for path, d in rx.explain(case.model, mesh).decisions.items()
+    }
     whole = naive(case.model, lambda shape: None)
-    layouts: dict[str, Specs | None] = {"dataflow": by_flow, "paths": by_paths, "hand": case.hand}
+    layouts: dict[str, Specs | None] = {
+        "dataflow": by_flow,
+        "paths": by_paths,
+        "hand": case.hand,
+    }
     cells: dict[str, str] = {}
     if engines:
         try:
@@ -401,17 +485,39 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], lis
     prediction = analysis.simulated
     predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
     least = lower_bound(analysis, merged=False)
-    numbers = [f"{x / 1e6:.3f}" for x in (predicted, least)] + [f"{least / max(predicted, 1):.2f}"]
+    numbers = [f"{x / 1e6:.3f}" for x in (predicted, least)] + [
+        f"{least / max(predicted, 1):.2f}"
+    ]
     numbers.append(f"{merged / 1e6:.3f}")
     if analysis.walk.opaque:
         predicted = least = 0.0
         numbers = ["opaque", "-", "-", "-"]
-    held = {name: memory(case.model, specs, mesh) for name, specs in layouts.items() if specs is not None}
-    found = faults(sent, held, predicted, least) if "dataflow" in sent else ["not compiled"]
-    sizes = [f"{x / 1e6:.3f}" for x in (held["dataflow"], held["paths"], memory(case.model, whole, mesh))]
-    others = [cells.get(name, "-") for name in ("paths", "hand", "parallax", "column", "largest", "whole")]
+    held = {
+        name: memory(case.model, specs, mesh)
+        for name, specs in layouts.items()
+        if specs is not None
+    }
+    found = (
+        faults(sent, held, predicted, least) if "dataflow" in sent else ["not compiled"]
+    )
+    sizes = [
+        f"{x / 1e6:.3f}"
+        for x in (held["dataflow"], held["paths"], memory(case.model, whole, mesh))
+    ]
+    others = [
+        cells.get(name, "-")
+        for name in ("paths", "hand", "parallax", "column", "largest", "whole")
+    ]
     counts = [str(len(by_flow)), str(len(analysis.walk.steps))]
-    return [case.name, cells["dataflow"], *numbers, *others, *sizes, *counts, *times], found
+    return [
+        case.name,
+        cells["dataflow"],
+        *numbers,
+        *others,
+        *sizes,
+        *counts,
+        *times,
+    ], found
 
 
 def main(names: list[str]) -> None:
@@ -429,7 +535,10 @@ def main(names: list[str]) -> None:
     number = int(names.pop()) if names and names[-1].isdigit() else 300
     found: list[str] = []
     for name in names or sources:
-        print(f"\n{name}: MB sent by a device in a step on data 2 x tensor 4, MB of arrays on a device\n")
+        print(
+            f"\n{name}: MB sent by a device in a step on data 2 x tensor 4, MB of "
+            "arrays on a device\n"
+        )
         print(line(HEAD))
         for case in generated_cases(number) if name == "generated" else sources[name]():
             try:
@@ -437,7 +546,10 @@ def main(names: list[str]) -> None:
             except (NotImplementedError, TypeError, ValueError) as error:
                 if name != "generated":
                     raise
-                print(f"{case.name}: left out, {type(error).__name__}: {str(error)[:60]}", file=sys.stderr)
+                print(
+                    f"{case.name}: left out, {type(error).__name__}: {str(error)[:60]}",
+                    file=sys.stderr,
+                )
                 continue
             print(line(cells), flush=True)
             found += [f"{case.name}: {text}" for text in wrong]

@@ -1,14 +1,18 @@
-"""The detecting power of the tests: faults are put into the core one at a time, and the tests detect some.
+"""The detecting power of the tests: faults are put into the core one at a time, and the
+tests detect some.
 
-    python benchmarks/mutants.py sample     draw the mutants, into mutants.json
-    python benchmarks/mutants.py measure    record the lines and the time of each test (once per code)
-    python benchmarks/mutants.py run        run each mutant against the tests of its room; prints a table
+    python benchmarks/mutants.py sample draw the mutants, into mutants.json python
+    benchmarks/mutants.py measure record the lines and the time of each test (once per
+    code) python benchmarks/mutants.py run run each mutant against the tests of its
+    room; prints a table
 
-You may stop `run` and start it again: it goes on where it was. `measure` forgets the fates of the mutants.
+You may stop `run` and start it again: it goes on where it was. `measure` forgets the
+fates of the mutants.
 
-cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that run the line of a mutant
-are tried, the quickest first. If no test is known to run it (the line runs at import, or in a process that a
-test starts), all tests of its room are tried.
+cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that
+run the line of a mutant are tried, the quickest first. If no test is known to run it
+(the line runs at import, or in a process that a test starts), all tests of its room are
+tried.
 """
 
 import collections
@@ -60,8 +64,20 @@ TESTS = {
     "_distributed": ["tests/distributed", "tests/training"],
     "_parallel": ["tests/parallel", "models/tests"],
     "_planning": ["tests/planning", WITH_FAMILIES],
-    "_sharding": ["tests/sharding", "tests/dataflow", "models/tests/test_kinds_of_families.py", WITH_FAMILIES],
-    "_step": ["tests/step", "tests/traced", "tests/kept", "tests/dataflow", "tests/training", WITH_FAMILIES],
+    "_sharding": [
+        "tests/sharding",
+        "tests/dataflow",
+        "models/tests/test_kinds_of_families.py",
+        WITH_FAMILIES,
+    ],
+    "_step": [
+        "tests/step",
+        "tests/traced",
+        "tests/kept",
+        "tests/dataflow",
+        "tests/training",
+        WITH_FAMILIES,
+    ],
     "_training": ["tests/training"],
 }
 
@@ -77,13 +93,17 @@ def room_of(path: pathlib.Path) -> str:
 def operators() -> dict[str, Any]:
     from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
 
-    names = sorted(name for name in plugins.operator_names() if not any(x in name for x in TRIVIAL))
+    names = sorted(
+        name for name in plugins.operator_names() if not any(x in name for x in TRIVIAL)
+    )
     return {name: plugins.get_operator(name)() for name in names}
 
 
-def sites(path: pathlib.Path, known: dict[str, Any]) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Return every place of a file that can be mutated, with the operators that can mutate it and their
-    occurrence."""
+def sites(
+    path: pathlib.Path, known: dict[str, Any]
+) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Return every place of a file that can be mutated, with the operators that can
+    mutate it and their occurrence."""
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
 
     tree = get_ast(path.read_text())
@@ -111,20 +131,25 @@ def changes(before: str, after: str) -> list[str]:
 
 
 def found(mutant: dict[str, Any], known: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the line of a mutant and the mutated file. Code moves after the draw, so its change is looked up
-    by its text: the nearest occurrence. None if the code is no longer there."""
+    """Return the line of a mutant and the mutated file. Code moves after the draw, so
+    its change is looked up by its text: the nearest occurrence. None if the code is no
+    longer there."""
     path = REPOSITORY / mutant["file"]
     if not path.exists():
         return None
     before = path.read_text()
     places = [
         (abs(occurrence - mutant["occurrence"]), line, occurrence)
-        for (line, _), made in sites(path, {mutant["operator"]: known[mutant["operator"]]}).items()
+        for (line, _), made in sites(
+            path, {mutant["operator"]: known[mutant["operator"]]}
+        ).items()
         for _, occurrence in made
     ]
     for _, line, occurrence in sorted(places):
         after = mutated(path, known[mutant["operator"]], occurrence)
-        if [text.split() for text in changes(before, after)] == [text.split() for text in mutant["change"]]:
+        if [text.split() for text in changes(before, after)] == [
+            text.split() for text in mutant["change"]
+        ]:
             return line, after
     return None
 
@@ -138,7 +163,8 @@ def is_python(code: str) -> bool:
 
 
 def sample() -> list[dict[str, Any]]:
-    """Draw random sites from each room, in proportion to the sites there, and an operator for each site."""
+    """Draw random sites from each room, in proportion to the sites there, and an
+    operator for each site."""
     known, draw = operators(), random.Random(SEED)
     by_room: dict[str, list[Any]] = collections.defaultdict(list)
     for path in sorted(CORE.rglob("*.py")):
@@ -151,13 +177,20 @@ def sample() -> list[dict[str, Any]]:
         for path, (line, _), made in draw.sample(places, count):
             before = path.read_text()
             valid = [x for x in made if is_python(mutated(path, known[x[0]], x[1]))]
-            if not valid:  # the result is not a program, such as with `**` before keywords
+            # The result is not a program, such as with `**` before keywords.
+            if not valid:
                 continue
             name, occurrence = draw.choice(valid)
             after = mutated(path, known[name], occurrence)
             file, change = str(path.relative_to(REPOSITORY)), changes(before, after)
             mutants.append(
-                {"file": file, "line": line, "operator": name, "occurrence": occurrence, "change": change}
+                {
+                    "file": file,
+                    "line": line,
+                    "operator": name,
+                    "occurrence": occurrence,
+                    "change": change,
+                }
             )
     return mutants
 
@@ -167,10 +200,15 @@ def write(mutants: list[dict[str, Any]]) -> None:
 
 
 def measure() -> None:
-    """Run the tests once under coverage. Record the lines that each test function runs, and its seconds.
-    Forget the fates of the mutants."""
+    """Run the tests once under coverage. Record the lines that each test function runs,
+    and its seconds. Forget the fates of the mutants."""
     drawn = ("file", "line", "operator", "occurrence", "change")
-    write([{name: mutant[name] for name in drawn} for mutant in json.loads(LIST.read_text())])
+    write(
+        [
+            {name: mutant[name] for name in drawn}
+            for mutant in json.loads(LIST.read_text())
+        ]
+    )
     shutil.rmtree(MEASURED, ignore_errors=True)
     MEASURED.mkdir()
     config = MEASURED / "rc"
@@ -182,26 +220,45 @@ def measure() -> None:
 
     def run_tests(folder: str) -> None:
         times = MEASURED / f"{folder.replace('/', '.')}.xml"
-        command = [*coverage, "run", f"--rcfile={config}", "-m", "pytest", "-q", folder, f"--junitxml={times}"]
+        command = [
+            *coverage,
+            "run",
+            f"--rcfile={config}",
+            "-m",
+            "pytest",
+            "-q",
+            folder,
+            f"--junitxml={times}",
+        ]
         subprocess.run(command, cwd=REPOSITORY)
 
     def size(folder: str) -> int:
-        return sum(path.stat().st_size for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*.py")])
+        return sum(
+            path.stat().st_size
+            for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*.py")]
+        )
 
     named = {folder for of_room in TESTS.values() for folder in of_room}
-    folders = {x for x in named if not any(x.startswith(f"{other}/") for other in named)}  # each test once
+    # Each test once.
+    folders = {
+        x for x in named if not any(x.startswith(f"{other}/") for other in named)
+    }
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(run_tests, sorted(folders, key=size, reverse=True)))
-    subprocess.run([*coverage, "combine", f"--rcfile={config}"], cwd=REPOSITORY, check=True)
+    subprocess.run(
+        [*coverage, "combine", f"--rcfile={config}"], cwd=REPOSITORY, check=True
+    )
 
 
 def in_module(name: str) -> str:
-    """Return the last two parts of `models.tests.test_lora.test_x`, which is all that coverage knows of it."""
+    """Return the last two parts of `models.tests.test_lora.test_x`, which is all that
+    coverage knows of it."""
     return ".".join(name.split(".")[-2:])
 
 
 def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
-    """Return `{file: {line: test functions that run it}}`, and the seconds of each, by pytest's names."""
+    """Return `{file: {line: test functions that run it}}`, and the seconds of each, by
+    pytest's names."""
     import coverage  # pyright: ignore[reportMissingImports]
 
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -228,25 +285,44 @@ def node_of(name: str) -> str:
     return f"{module.replace('.', '/')}.py::{function}"
 
 
-def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]) -> dict[str, Any]:
+def fate(
+    mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]
+) -> dict[str, Any]:
     """Run the tests on a copy of the package with the mutant in it."""
     path = REPOSITORY / mutant["file"]
     folders, site = TESTS[room_of(path)], found(mutant, known)
     if site is None:
-        return {**mutant, "killed": None, "by": "the code is gone", "tests": 0, "seconds": 0}
+        return {
+            **mutant,
+            "killed": None,
+            "by": "the code is gone",
+            "tests": 0,
+            "seconds": 0,
+        }
     line, code = site
     names = lines.get(mutant["file"], {}).get(line, set())
-    nodes = [node_of(name) for name in sorted(names, key=lambda name: (seconds[name], name))]
-    nodes = [node for node in nodes if any(node.startswith(folder) for folder in folders)]
+    nodes = [
+        node_of(name) for name in sorted(names, key=lambda name: (seconds[name], name))
+    ]
+    nodes = [
+        node for node in nodes if any(node.startswith(folder) for folder in folders)
+    ]
     with tempfile.TemporaryDirectory() as base:
         copy = pathlib.Path(base) / "src"
-        shutil.copytree(CORE, copy / "redco_eqx", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            CORE, copy / "redco_eqx", ignore=shutil.ignore_patterns("__pycache__")
+        )
         target = copy / path.relative_to(REPOSITORY / "src")
         target.write_text(code)
         arguments = pathlib.Path(base) / "tests.txt"
         arguments.write_text("\n".join(nodes or folders))
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{arguments}"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-x", "-q"]
+        command += ["-p", "no:cacheprovider", f"@{arguments}"]
         began = time.monotonic()
         try:
             run = subprocess.run(
@@ -257,12 +333,28 @@ def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]
                 text=True,
                 timeout=AT_MOST_SECONDS,
             )
-            failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            by = failed[0].split(" - ")[0] if failed else f"status {run.returncode}" if run.returncode else ""
+            failed = [
+                line
+                for line in run.stdout.splitlines()
+                if line.startswith(("FAILED", "ERROR"))
+            ]
+            by = (
+                failed[0].split(" - ")[0]
+                if failed
+                else f"status {run.returncode}"
+                if run.returncode
+                else ""
+            )
         except subprocess.TimeoutExpired:
             by = "a test that hangs"
     taken = round(time.monotonic() - began)
-    return {**mutant, "killed": bool(by), "by": by, "tests": len(nodes) or "room", "seconds": taken}
+    return {
+        **mutant,
+        "killed": bool(by),
+        "by": by,
+        "tests": len(nodes) or "room",
+        "seconds": taken,
+    }
 
 
 def run() -> None:
@@ -272,15 +364,30 @@ def run() -> None:
     def settle(number: int) -> None:
         mutants[number] = settled = fate(mutants[number], lines, seconds, known)
         write(mutants)
-        outcome = f"killed by {settled['by']}" if settled["killed"] else settled["by"] or "SURVIVED"
-        print(f"{settled['file']}:{settled['line']} {outcome}, {settled['seconds']} s", flush=True)
+        outcome = (
+            f"killed by {settled['by']}"
+            if settled["killed"]
+            else settled["by"] or "SURVIVED"
+        )
+        print(
+            f"{settled['file']}:{settled['line']} {outcome}, {settled['seconds']} s",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(settle, [n for n, mutant in enumerate(mutants) if "killed" not in mutant]))
-    counts = collections.Counter((room_of(REPOSITORY / m["file"]), m["killed"]) for m in mutants)
+        list(
+            pool.map(
+                settle,
+                [n for n, mutant in enumerate(mutants) if "killed" not in mutant],
+            )
+        )
+    counts = collections.Counter(
+        (room_of(REPOSITORY / m["file"]), m["killed"]) for m in mutants
+    )
     print(f"{'room':<16}{'mutants':>8}{'killed':>8}")
     for room in TESTS:
-        print(f"{room:<16}{counts[room, True] + counts[room, False]:>8}{counts[room, True]:>8}")
+        killed, alive = counts[room, True], counts[room, False]
+        print(f"{room:<16}{killed + alive:>8}{killed:>8}")
     print(f"{'all':<16}{len(mutants):>8}{sum(m['killed'] is True for m in mutants):>8}")
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/overhead.py
 
-1. With 1,000 arrays and hardly any computation, which could hide overhead: the jitted `train_step` and `fit`
-   over `jax.jit` of the same update on a flat list of arrays.
-2. With one small layer on one device, and with the quickstart's model on eight: `fit` over a hand-written loop
-   of the jitted `train_step`, which makes each batch itself.
+1. With 1,000 arrays and hardly any computation, which could hide overhead: the jitted
+   `train_step` and `fit` over `jax.jit` of the same update on a flat list of arrays.
+2. With one small layer on one device, and with the quickstart's model on eight: `fit`
+   over a hand-written loop of the jitted `train_step`, which makes each batch itself.
 
 Only the ratios within one run are meaningful.
 """
@@ -31,7 +31,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
-    """Measure SGD on 1,000 scalars on one device, where nearly all time is dispatch and Python."""
+    """Measure SGD on 1,000 scalars on one device, where nearly all time is dispatch and
+    Python."""
     optimizer = optax.sgd(0.1)
     batch = jnp.zeros((8,))
 
@@ -60,9 +61,14 @@ def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
         return (time.perf_counter() - start) / num_steps
 
     print(f"{num_arrays} scalar arrays, trivial compute, one device", flush=True)
-    turns = [(timed(flat_step, jax.tree.leaves(fresh())), timed(step, fresh())) for _ in range(rounds + 1)]
+    turns = [
+        (timed(flat_step, jax.tree.leaves(fresh())), timed(step, fresh()))
+        for _ in range(rounds + 1)
+    ]
     examples = np.zeros(((rounds + 2) * num_steps * 8,), np.float32)
-    fit = fit_seconds(fresh(), examples, num_steps, rounds, loss_fn, optimizer, np.stack)
+    fit = fit_seconds(
+        fresh(), examples, num_steps, rounds, loss_fn, optimizer, np.stack
+    )
     flat, bare = zip(*turns[1:])  # the first turn compiles
     report({"flat leaves": list(flat), "train_step": list(bare), "fit": fit})
 
@@ -76,8 +82,8 @@ def fit_seconds(
     optimizer: Any,
     collate_fn: Any,
 ) -> list[float]:
-    """Return the seconds per step in each of `rounds` log windows of one `fit`, after the first, which
-    compiles."""
+    """Return the seconds per step in each of `rounds` log windows of one `fit`, after
+    the first, which compiles."""
     rates: list[float] = []
     rx.fit(
         state,
@@ -98,7 +104,10 @@ def report(times: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     base = next(iter(medians.values()))
     for name, seconds in medians.items():
-        print(f"  {name:20s} {1e6 * seconds:12.1f} us/step   x{seconds / base:.3f}", flush=True)
+        print(
+            f"  {name:20s} {1e6 * seconds:12.1f} us/step   x{seconds / base:.3f}",
+            flush=True,
+        )
 
 
 def over_a_loop(
@@ -111,24 +120,35 @@ def over_a_loop(
     num_steps: int,
     rounds: int,
 ) -> None:
-    """Measure `fit` against a loop written by hand, which makes each batch between two steps, in order."""
+    """Measure `fit` against a loop written by hand, which makes each batch between two
+    steps, in order."""
     model = rx.init_model(make_model, mesh, key=jax.random.key(0))
     update = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer)
-    step = jax.jit(functools.partial(update, shardings=rx.shard_rules(model, mesh)), donate_argnums=0)
-    state, rows = rx.init_state(model, optimizer, key=jax.random.key(1)), rx.batch_sharding(mesh)
+    step = jax.jit(
+        functools.partial(update, shardings=rx.shard_rules(model, mesh)),
+        donate_argnums=0,
+    )
+    state, rows = (
+        rx.init_state(model, optimizer, key=jax.random.key(1)),
+        rx.batch_sharding(mesh),
+    )
 
     loop: list[float] = []
     carry, start = jax.tree.map(jnp.copy, state), 0.0
     for done in range(1, (rounds + 1) * num_steps + 1):
         first = 8 * done % (len(examples) - 8)
-        batch = jax.device_put(collate_fn([examples[i] for i in range(first, first + 8)]), rows)
+        batch = jax.device_put(
+            collate_fn([examples[i] for i in range(first, first + 8)]), rows
+        )
         carry, metrics = step(carry, batch)
         if done % 5 == 0:  # virtual devices can deadlock if they fall too far behind
             jax.block_until_ready(metrics)
         if done % num_steps == 0:
             loop.append((time.perf_counter() - start) / num_steps)
             start = time.perf_counter()
-    fit = fit_seconds(state, examples, num_steps, rounds, loss_fn, optimizer, collate_fn)
+    fit = fit_seconds(
+        state, examples, num_steps, rounds, loss_fn, optimizer, collate_fn
+    )
     report({"hand-written loop": loop[1:], "fit": fit})
 
 
@@ -169,7 +189,9 @@ def quickstart_model(num_steps: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--arrays", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)

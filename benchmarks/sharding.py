@@ -1,14 +1,18 @@
-"""Automatic sharding of published models at their true sizes: the bytes predicted and compiled, and the memory.
+"""Automatic sharding of published models at their true sizes: the bytes predicted and
+compiled, and the memory.
 
-    python benchmarks/sharding.py [NAME ...] [--meshes 8 2x4] [--out sharding.jsonl] [--limit 600]
+    python benchmarks/sharding.py [NAME ...] [--meshes 8 2x4] [--out sharding.jsonl]
+    [--limit 600]
 
-Each row is one step of AdamW in float32 on 16 x 128 tokens, compiled for eight virtual CPU devices, and for
-eight TPUs and GPUs where their compilers are installed (`jax[tpu]`, `jax[cuda12]`). No array is made, and
-nothing is downloaded. The mesh `8` is fsdp 8, and `2x4` is fsdp 2 x tensor 4: like autoparallel's script, they
-split the batch over the first axis, and divide the parameters over all devices.
+Each row is one step of AdamW in float32 on 16 x 128 tokens, compiled for eight virtual
+CPU devices, and for eight TPUs and GPUs where their compilers are installed
+(`jax[tpu]`, `jax[cuda12]`). No array is made, and nothing is downloaded. The mesh `8`
+is fsdp 8, and `2x4` is fsdp 2 x tensor 4: like autoparallel's script, they split the
+batch over the first axis, and divide the parameters over all devices.
 
-Each row is a separate process with a time limit. A finished row is appended to `--out`, and a row that is there
-already is not made again, unless it failed. The table, as Markdown, has all rows of that file.
+Each row is a separate process with a time limit. A finished row is appended to `--out`,
+and a row that is there already is not made again, unless it failed. The table, as
+Markdown, has all rows of that file.
 """
 
 import argparse
@@ -37,7 +41,8 @@ MESHES: dict[str, dict[str, Any]] = {"8": {"fsdp": 8}, "2x4": {"fsdp": 2, "tenso
 TARGETS = {"cpu": None, "tpu": "v5e:2x4", "gpu": "h100:8"}
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 SOON = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Options for CPU programs that never run. They take effect after the collectives are decided."""
+"""Options for CPU programs that never run. They take effect after the collectives are
+decided."""
 
 
 def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +55,9 @@ def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
     analysis = analyse(traced, shapes, on)
     stored = explain_by(analysis, shapes, on).stored
     marks.append(time.monotonic())
-    least = lower_bound(analysis, merged=False) + over_fsdp(analysis, stored, merged=False)
+    least = lower_bound(analysis, merged=False) + over_fsdp(
+        analysis, stored, merged=False
+    )
     found: dict[str, Any] = {
         "parameters": model.num_parameters,
         "traced_seconds": marks[1] - marks[0],
@@ -65,7 +72,8 @@ def measure(model: Opened, mesh: dict[str, Any]) -> dict[str, Any]:
 
 
 def compiled(model: Opened, mesh: dict[str, Any], target: str | None) -> dict[str, Any]:
-    """Returns the bytes that a device sends, predicted and compiled, and those that it holds at the peak."""
+    """Returns the bytes that a device sends, predicted and compiled, and those that it
+    holds at the peak."""
     best = rx.plan(
         model.make,
         loss_fn=model.loss,
@@ -77,8 +85,16 @@ def compiled(model: Opened, mesh: dict[str, Any], target: str | None) -> dict[st
         progress=False,
     ).best
     if best.communication is None:
-        return {"predicted": best.predicted_bytes, "memory": best.memory.peak, "error": best.verdict}
-    return {"predicted": best.predicted_bytes, "sent": best.sent_bytes, "memory": best.memory.peak}
+        return {
+            "predicted": best.predicted_bytes,
+            "memory": best.memory.peak,
+            "error": best.verdict,
+        }
+    return {
+        "predicted": best.predicted_bytes,
+        "sent": best.sent_bytes,
+        "memory": best.memory.peak,
+    }
 
 
 def row(name: str, mesh: str) -> dict[str, Any]:
@@ -86,22 +102,44 @@ def row(name: str, mesh: str) -> dict[str, Any]:
     try:
         return measure(open_model(name), MESHES[mesh])
     except (ImportError, ValueError) as error:
-        kind = "closed" if "model_type" in str(error) or isinstance(error, ImportError) else "error"
+        kind = (
+            "closed"
+            if "model_type" in str(error) or isinstance(error, ImportError)
+            else "error"
+        )
         return {kind: str(error).removeprefix("config.json: ").partition(", only")[0]}
 
 
 HEADER = [
-    "model", "parameters, M", "mesh", "traced, s", "choice, s", "at least, MiB", "predicted, MiB",
-    "compiled, MiB", "predicted / compiled", "memory, GiB", "TPU: compiled, MiB", "TPU: ratio",
-    "GPU: compiled, MiB", "GPU: ratio", "row, s",
-]  # fmt: skip
+    "model",
+    "parameters, M",
+    "mesh",
+    "traced, s",
+    "choice, s",
+    "at least, MiB",
+    "predicted, MiB",
+    "compiled, MiB",
+    "predicted / compiled",
+    "memory, GiB",
+    "TPU: compiled, MiB",
+    "TPU: ratio",
+    "GPU: compiled, MiB",
+    "GPU: ratio",
+    "row, s",
+]
 
 
 def cells(name: str, mesh: str, found: dict[str, Any]) -> list[str]:
     """Formats a row of the table."""
     reason = found.get("closed") or found.get("error") or found["cpu"].get("error")
     if reason:
-        return [name, "", mesh, f"does not open: {reason}" if "closed" in found else reason, *[""] * 11]
+        return [
+            name,
+            "",
+            mesh,
+            f"does not open: {reason}" if "closed" in found else reason,
+            *[""] * 11,
+        ]
     cpu = found["cpu"]
 
     def by(compiler: str) -> list[str]:
@@ -109,17 +147,38 @@ def cells(name: str, mesh: str, found: dict[str, Any]) -> list[str]:
         if "sent" not in numbers:
             return [numbers.get("error", ""), ""]
         ratio = numbers["predicted"] / numbers["sent"]
-        missed = next((f" (over {limit}% off)" for limit in (10, 5) if abs(ratio - 1) > limit / 100), "")
+        missed = next(
+            (
+                f" (over {limit}% off)"
+                for limit in (10, 5)
+                if abs(ratio - 1) > limit / 100
+            ),
+            "",
+        )
         return [f"{numbers['sent'] / MIB:,.1f}", f"{ratio:.3f}{missed}"]
 
     sent, ratio = by("cpu")
-    least = f"{found['at_least'] / MIB:,.1f}" + (" (above compiled)" if is_above(found) else "")
-    seconds = f"{found['seconds']:.0f}" + (" (over 120)" if found["seconds"] > 120 else "")
+    least = f"{found['at_least'] / MIB:,.1f}" + (
+        " (above compiled)" if is_above(found) else ""
+    )
+    seconds = f"{found['seconds']:.0f}" + (
+        " (over 120)" if found["seconds"] > 120 else ""
+    )
     return [
-        name, f"{found['parameters'] / 1e6:,.1f}", mesh, f"{found['traced_seconds']:.1f}",
-        f"{found['choice_seconds']:.1f}", least, f"{cpu['predicted'] / MIB:,.1f}",
-        sent, ratio, f"{cpu['memory'] / 2**30:.2f}", *by("tpu"), *by("gpu"), seconds,
-    ]  # fmt: skip
+        name,
+        f"{found['parameters'] / 1e6:,.1f}",
+        mesh,
+        f"{found['traced_seconds']:.1f}",
+        f"{found['choice_seconds']:.1f}",
+        least,
+        f"{cpu['predicted'] / MIB:,.1f}",
+        sent,
+        ratio,
+        f"{cpu['memory'] / 2**30:.2f}",
+        *by("tpu"),
+        *by("gpu"),
+        seconds,
+    ]
 
 
 def is_above(found: dict[str, Any]) -> bool:
@@ -133,11 +192,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
     off = [abs(found["cpu"]["predicted"] / found["cpu"]["sent"] - 1) for found in done]
     above = sum(map(is_above, done))
     return (
-        f"{len(rows)} rows: {sum('closed' in found for found in rows)} do not open, {len(done)} compiled. "
-        f"Of these, the prediction is within 5% on {sum(x <= 0.05 for x in off)}, within 10% on "
-        f"{sum(x <= 0.1 for x in off)}, and off by {max(off, default=0):.1%} at most. {above} bounds are above "
-        f"the compiled bytes by more than 0.1%. {sum(found['seconds'] < 120 for found in done)} rows took less "
-        "than two minutes."
+        f"{len(rows)} rows: {sum('closed' in found for found in rows)} do not open, "
+        f"{len(done)} compiled. Of these, the prediction is within 5% on "
+        f"{sum(x <= 0.05 for x in off)}, within 10% on {sum(x <= 0.1 for x in off)}, "
+        f"and off by {max(off, default=0):.1%} at most. {above} bounds are above the "
+        "compiled bytes by more than 0.1%. "
+        f"{sum(found['seconds'] < 120 for found in done)} rows took less than two "
+        "minutes."
     )
 
 
@@ -145,8 +206,15 @@ def report(found: dict[tuple[str, str], dict[str, Any]]) -> str:
     """Makes the tables, one for each group of models."""
     lines = []
     for group, names in GROUPS.items():
-        lines += ["", group, "", *(f"| {' | '.join(x)} |" for x in (HEADER, ["---"] * len(HEADER)))]
-        keys = [(name, mesh) for name in names for mesh in MESHES if (name, mesh) in found]
+        lines += [
+            "",
+            group,
+            "",
+            *(f"| {' | '.join(x)} |" for x in (HEADER, ["---"] * len(HEADER))),
+        ]
+        keys = [
+            (name, mesh) for name in names for mesh in MESHES if (name, mesh) in found
+        ]
         lines += [f"| {' | '.join(cells(*key, found[key]))} |" for key in keys]
     return "\n".join([*lines, "", summary(list(found.values()))])
 
@@ -158,13 +226,21 @@ def read(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = [name for names in GROUPS.values() for name in names]
-    parser.add_argument("names", nargs="*", choices=[*every, []], help="all without any")
+    parser.add_argument(
+        "names", nargs="*", choices=[*every, []], help="all without any"
+    )
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=[*MESHES])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("sharding.jsonl"))
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("sharding.jsonl")
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds for a row")
-    parser.add_argument("--row", nargs=3, metavar=("NAME", "MESH", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--row", nargs=3, metavar=("NAME", "MESH", "FILE"), help=argparse.SUPPRESS
+    )
     given = parser.parse_args()
     if given.row:
         os.environ["XLA_FLAGS"] = SOON
@@ -180,10 +256,20 @@ def main() -> None:
             if "error" not in known and "error" not in known.get("cpu", {}):
                 continue
             result = run_alone([__file__, "--row", name, mesh], given.limit)
-            found = {"name": name, "mesh": mesh, **result, "jax": jax.__version__, "on": platform.machine()}
+            found = {
+                "name": name,
+                "mesh": mesh,
+                **result,
+                "jax": jax.__version__,
+                "on": platform.machine(),
+            }
             with given.out.open("a") as lines:
                 lines.write(json.dumps(found) + "\n")
-            print("  ".join(filter(None, cells(name, mesh, found))), file=sys.stderr, flush=True)
+            print(
+                "  ".join(filter(None, cells(name, mesh, found))),
+                file=sys.stderr,
+                flush=True,
+            )
     print(report(read(given.out)))
 
 

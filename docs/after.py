@@ -1,4 +1,5 @@
-"""Add a note to the top of a page that continues the code of another page (`after:` in its front matter)."""
+"""Add a note to the top of a page that continues the code of another page (`after:` in
+its front matter)."""
 
 import posixpath
 import re
@@ -10,7 +11,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     before = page.meta.get("after")
     if before is None:
         return markdown
-    (title,) = re.findall(r"^# (.*)$", files.get_file_from_path(before).content_string, re.MULTILINE)[:1]
+    (title,) = re.findall(
+        r"^# (.*)$", files.get_file_from_path(before).content_string, re.MULTILINE
+    )[:1]
     link = posixpath.relpath(before, posixpath.dirname(page.file.src_uri))
     note = f"*The code on this page continues from [{title}]({link}).*"
-    return re.sub(r"^(# .*\n)", lambda found: f"{found[0]}\n{note}\n", markdown, count=1, flags=re.MULTILINE)
+    return re.sub(
+        r"^(# .*\n)",
+        lambda found: f"{found[0]}\n{note}\n",
+        markdown,
+        count=1,
+        flags=re.MULTILINE,
+    )

@@ -1,11 +1,13 @@
-"""A small language model of Python's own source code, trained on a mesh of eight devices.
+"""A small language model of Python's own source code, trained on a mesh of eight
+devices.
 
     python examples/quickstart.py            # nothing to download
     python examples/quickstart.py --quick    # to see that it works
 
-The model is ordinary Equinox: no base class, no annotations, no code about devices. Three functions (collate,
-loss, predict) and one mesh are all that the library needs. The eight devices are virtual CPU devices; pass
-`--devices 0` to use the devices of the machine.
+The model is ordinary Equinox: no base class, no annotations, no code about devices.
+Three functions (collate, loss, predict) and one mesh are all that the library needs.
+The eight devices are virtual CPU devices; pass `--devices 0` to use the devices of the
+machine.
 """
 
 import argparse
@@ -29,11 +31,13 @@ VOCABULARY = 256  # bytes are the tokens
 LENGTH = 128  # length of the context, in bytes
 PROMPTS = ("\n\nimport ", "\n\ndef get_", "\n\nclass ", "\n\n    def __init__(self, ")
 
-# ------------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------
+# the model
 
 
 class Block(eqx.Module):
-    """Causal self-attention and an MLP, each with a norm before it and a residual path around it."""
+    """Causal self-attention and an MLP, each with a norm before it and a residual path
+    around it."""
 
     norm1: eqx.nn.RMSNorm
     attention: eqx.nn.MultiheadAttention
@@ -54,7 +58,9 @@ class Block(eqx.Module):
     def __call__(self, x: Float[Array, "length dim"]) -> Float[Array, "length dim"]:
         """Return the output for one sequence."""
 
-        def rotate(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+        def rotate(
+            query: Array, key: Array, value: Array
+        ) -> tuple[Array, Array, Array]:
             per_head = jax.vmap(self.rope, in_axes=1, out_axes=1)
             return per_head(query), per_head(key), value
 
@@ -73,14 +79,23 @@ class Transformer(eqx.Module):
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
 
-    def __init__(self, *, dim: int = 96, num_heads: int = 4, num_layers: int = 3, key: Key[Array, ""]):
+    def __init__(
+        self,
+        *,
+        dim: int = 96,
+        num_heads: int = 4,
+        num_layers: int = 3,
+        key: Key[Array, ""],
+    ):
         embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + num_layers)
         self.embedding = eqx.nn.Embedding(VOCABULARY, dim, key=embedding_key)
         self.layers = [Block(dim, num_heads, key=layer_key) for layer_key in layer_keys]
         self.norm = eqx.nn.RMSNorm(dim)
         self.head = eqx.nn.Linear(dim, VOCABULARY, use_bias=False, key=head_key)
 
-    def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length vocabulary"]:
+    def __call__(
+        self, tokens: Int[Array, " length"]
+    ) -> Float[Array, "length vocabulary"]:
         """Return the logits for one sequence; `jax.vmap(model)` takes a batch."""
         x = jax.vmap(self.embedding)(tokens)
         for layer in self.layers:
@@ -88,16 +103,22 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(jax.vmap(self.norm)(x))
 
 
-# --------------------------------------------------------------------------- the three functions
+# --------------------------------------------------------------------------- the three
+# functions
 
 
-def collate_fn(examples: Sequence[UInt8[np.ndarray, " length"]]) -> Int[np.ndarray, "batch length"]:
+def collate_fn(
+    examples: Sequence[UInt8[np.ndarray, " length"]],
+) -> Int[np.ndarray, "batch length"]:
     """Collate examples into a batch of NumPy arrays."""
     return np.stack(examples).astype(np.int32)
 
 
-def loss_fn(model: Transformer, batch: Int[Array, "batch length"], key: Key[Array, ""]) -> rx.Mean:
-    """Return the loss of a batch in bits per byte. A `Mean` adds up exactly over batches of any size."""
+def loss_fn(
+    model: Transformer, batch: Int[Array, "batch length"], key: Key[Array, ""]
+) -> rx.Mean:
+    """Return the loss of a batch in bits per byte. A `Mean` adds up exactly over
+    batches of any size."""
     logits = jax.vmap(model)(batch[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return rx.Mean(nats.sum() / jnp.log(2), nats.size)
@@ -122,11 +143,15 @@ def predict_fn(
     return tokens.T
 
 
-# -------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------
+# the data
 
 
-def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarray, "m length+1"]]:
-    """Return windows of the standard library's modules. Every twentieth module is held out."""
+def standard_library() -> tuple[
+    UInt8[np.ndarray, "n length+1"], UInt8[np.ndarray, "m length+1"]
+]:
+    """Return windows of the standard library's modules. Every twentieth module is held
+    out."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
     def windows(files: list[pathlib.Path]) -> np.ndarray:
@@ -137,29 +162,50 @@ def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarra
     return windows([file for file in files if file not in held_out]), windows(held_out)
 
 
-def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.ndarray, "m length"]) -> float:
-    """Return the baseline, which predicts each byte from the one before it, by counts of the training bytes."""
+def bigram_bits_per_byte(
+    train: UInt8[np.ndarray, "n length"], test: UInt8[np.ndarray, "m length"]
+) -> float:
+    """Return the baseline, which predicts each byte from the one before it, by counts
+    of the training bytes."""
 
     def pairs(windows: np.ndarray) -> np.ndarray:
         return (windows[:, :-1].astype(int) * VOCABULARY + windows[:, 1:]).ravel()
 
-    counts = np.bincount(pairs(train), minlength=VOCABULARY**2).reshape(VOCABULARY, VOCABULARY) + 0.1
+    counts = (
+        np.bincount(pairs(train), minlength=VOCABULARY**2).reshape(
+            VOCABULARY, VOCABULARY
+        )
+        + 0.1
+    )
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
     return float(bits.ravel()[pairs(test)].mean())
 
 
-# ----------------------------------------------------------------------------------- the program
+# -----------------------------------------------------------------------------------
+# the program
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, evaluate and generate. Return the numbers and the text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, help="number of training steps (800; quick: 100)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, help="number of training steps (800; quick: 100)"
+    )
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--tensor", type=int, default=4, help="devices that split each layer's matrices")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the stored parameters")
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: real devices")
-    parser.add_argument("--quick", action="store_true", help="short run, to check that it works")
+    parser.add_argument(
+        "--tensor", type=int, default=4, help="devices that split each layer's matrices"
+    )
+    parser.add_argument(
+        "--fsdp", type=int, default=1, help="devices that split the stored parameters"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=8, help="virtual CPU devices; 0: real devices"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short run, to check that it works"
+    )
     args = parser.parse_args(argv)
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
@@ -168,15 +214,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, held_out = standard_library()
     held_out = held_out[: 2048 : 16 if args.quick else 1]
 
-    # Create the model directly on the mesh. The traced loss decides which array is split over which axis.
+    # Create the model directly on the mesh. The traced loss decides which array is
+    # split over which axis.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
-    program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(list(train[: args.batch_size]))}
-    model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program)
+    program: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batch": collate_fn(list(train[: args.batch_size])),
+    }
+    model = rx.init_model(
+        lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program
+    )
     print(rx.explain(model, mesh, **program), end="\n\n")
 
     # Any optax optimizer works. Its state is sharded like the parameters.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 6e-3, num_steps // 20, num_steps, 3e-4
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1)
+    )
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
 
     # Show a progress bar on a terminal, and a row of numbers every hundred steps.
@@ -193,14 +249,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - start
 
-    # Compute exact means over the held-out bytes, for any batch size. Then compute the baseline on the same
-    # bytes.
-    metrics = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
+    # Compute exact means over the held-out bytes, for any batch size. Then compute the
+    # baseline on the same bytes.
+    metrics = rx.evaluate(
+        state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64
+    )
     bits, bigram_bits = metrics["loss"], bigram_bits_per_byte(train, held_out)
 
-    # Take each prompt from the end of a held-out text, so that there is a context to continue.
+    # Take each prompt from the end of a held-out text, so that there is a context to
+    # continue.
     context = held_out[len(held_out) // 2]
-    prompts = [np.append(context, np.frombuffer(p.encode(), np.uint8))[-LENGTH:] for p in PROMPTS]
+    prompts = [
+        np.append(context, np.frombuffer(p.encode(), np.uint8))[-LENGTH:]
+        for p in PROMPTS
+    ]
     written = rx.predict(
         state,
         prompts,
@@ -208,15 +270,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         predict_fn=functools.partial(predict_fn, num_bytes=32 if args.quick else 160),
         batch_size=args.batch_size,
     )
-    texts = [p + bytes(w.tolist()).decode(errors="replace") for p, w in zip(PROMPTS, written)]
+    texts = [
+        p + bytes(w.tolist()).decode(errors="replace") for p, w in zip(PROMPTS, written)
+    ]
     sample = "\n\n".join(text.strip() for text in texts)
 
     print(
-        f"\n{sample}\n\nTrained on {num_steps * args.batch_size * LENGTH:,} bytes with {mesh.size} devices in "
-        f"{seconds:.0f} s. On {held_out[:, 1:].size:,} held-out bytes: "
-        f"{bits:.2f} bits per byte, and {bigram_bits:.2f} by a bigram."
+        f"\n{sample}\n\nTrained on {num_steps * args.batch_size * LENGTH:,} bytes with "
+        f"{mesh.size} devices in {seconds:.0f} s. On {held_out[:, 1:].size:,} held-out "
+        f"bytes: {bits:.2f} bits per byte, and {bigram_bits:.2f} by a bigram."
     )
-    return {"bits_per_byte": bits, "bigram_bits_per_byte": bigram_bits, "sample": sample}
+    return {
+        "bits_per_byte": bits,
+        "bigram_bits_per_byte": bigram_bits,
+        "sample": sample,
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Run the examples with their defaults, and write their results into `examples/README.md`, with pictures.
+"""Run the examples with their defaults, and write their results into
+`examples/README.md`, with pictures.
 
     python examples/run_all.py                            # all of them
     python examples/run_all.py differential_privacy ...   # some; the other rows stay
 
-Each example is a row of `EXAMPLES`. It fails if it does not reach the number stated there.
+Each example is a row of `EXAMPLES`. It fails if it does not reach the number stated
+there.
 """
 
 import ast
@@ -30,17 +32,21 @@ Results = Mapping[str, tuple[Any, Any]]
 class Example:
     """The target of an example.
 
-    - `stated`: for each result, its measure and baseline, and its bound: a minimum (`">= 0.9"`), a maximum
-        (`"<= 2.5"`), or a distance from the baseline (`"within 1%"`).
-    - `upstream`: the number of lines of code in the programs of redco 0.4.23 for the same task.
+    - `stated`: for each result, its measure and baseline, and its bound: a minimum
+        (`">= 0.9"`), a maximum (`"<= 2.5"`), or a distance from the baseline
+        (`"within 1%"`).
+    - `upstream`: the number of lines of code in the programs of redco 0.4.23 for the
+        same task.
     - `flags`: the arguments of its `main`, with `{here}` for its folder.
     - `more`: the reason why the example has more lines than those programs, if it does.
-    - `official`: the program that Figure 6 of redco's paper probably compares with, and its number of lines.
-    - `along`: the name of the horizontal axis for a list of numbers, and its first value.
+    - `official`: the program that Figure 6 of redco's paper probably compares with, and
+        its number of lines.
+    - `along`: the name of the horizontal axis for a list of numbers, and its first
+        value.
 
-    Its `main` returns `{name: (number or list of numbers, baseline or list of equal length)}`. A list shows the
-    progress of the run. Instead of a list, there may be several runs, each as `{progress: number}`: the worst
-    of their last numbers counts.
+    Its `main` returns `{name: (number or list of numbers, baseline or list of equal
+    length)}`. A list shows the progress of the run. Instead of a list, there may be
+    several runs, each as `{progress: number}`: the worst of their last numbers counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
@@ -55,10 +61,16 @@ EXAMPLES = {
     "custom_loop": Example(
         {
             "ensemble of 8": ("accuracy; that of one member", ">= 0.9"),
-            "until accuracy stops rising": ("last accuracy; logistic regression's", ">= 0.86"),
+            "until accuracy stops rising": (
+                "last accuracy; logistic regression's",
+                ">= 0.86",
+            ),
             "tuned loss": ("held-out loss; that before tuning", "<= 0.7"),
             "hypergradient": ("by grad; by finite difference", "within 1%"),
-            "equimo's VisionTransformer": ("accuracy; logistic regression's", ">= 0.89"),
+            "equimo's VisionTransformer": (
+                "accuracy; logistic regression's",
+                ">= 0.89",
+            ),
         }
     ),
     "classification_regression": Example(
@@ -68,7 +80,10 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.42"),
         },
         upstream=(168, 80),
-        official="huggingface/transformers@6cbc136, examples/flax/text-classification/run_flax_glue.py: 514",
+        official=(
+            "huggingface/transformers@6cbc136, "
+            "examples/flax/text-classification/run_flax_glue.py: 514"
+        ),
     ),
     "glue": Example(
         {
@@ -76,7 +91,10 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.45"),
         },
         upstream=(168,),
-        official="huggingface/transformers@6cbc136, examples/flax/text-classification/run_flax_glue.py: 514",
+        official=(
+            "huggingface/transformers@6cbc136, "
+            "examples/flax/text-classification/run_flax_glue.py: 514"
+        ),
         more="reads tables and pretrains a model, where upstream downloads both",
     ),
     "language_modeling": Example(
@@ -87,8 +105,14 @@ EXAMPLES = {
             "instructions, inference": ("perplexity; a bigram's", "<= 20"),
         },
         upstream=(214,),
-        official="huggingface/transformers@6cbc136, examples/flax/language-modeling/run_clm_flax.py: 665",
-        more="makes texts, a tokenizer and a baseline; also has plain text, beam search and perplexity",
+        official=(
+            "huggingface/transformers@6cbc136, "
+            "examples/flax/language-modeling/run_clm_flax.py: 665"
+        ),
+        more=(
+            "makes texts, a tokenizer and a baseline; also has plain text, beam search "
+            "and perplexity"
+        ),
     ),
     "lora": Example(
         {
@@ -97,7 +121,10 @@ EXAMPLES = {
             "merged": ("bits per byte; that of the branches", "within 0.01%"),
         },
         upstream=(478,),
-        official="microsoft/LoRA@3f5c193, examples/NLG/src/gpt2_ft.py and its imports there: 1183",
+        official=(
+            "microsoft/LoRA@3f5c193, examples/NLG/src/gpt2_ft.py and its imports "
+            "there: 1183"
+        ),
     ),
     "text_to_text": Example(
         {
@@ -107,7 +134,10 @@ EXAMPLES = {
             "BART, ROUGE-L": ("ROUGE-L; the lead's", ">= 0.135"),
         },
         upstream=(184,),
-        official="huggingface/transformers@6cbc136, examples/flax/summarization/run_summarization_flax.py: 789",
+        official=(
+            "huggingface/transformers@6cbc136, "
+            "examples/flax/summarization/run_summarization_flax.py: 789"
+        ),
     ),
     "image_to_text": Example(
         {
@@ -115,17 +145,35 @@ EXAMPLES = {
             "BLEU": ("BLEU; the most common caption's", ">= 90"),
         },
         upstream=(193,),
-        official="huggingface/transformers@6cbc136, examples/flax/image-captioning: 958 + 66",
+        official=(
+            "huggingface/transformers@6cbc136, examples/flax/image-captioning: 958 + 66"
+        ),
     ),
     "differential_privacy": Example(
-        {"private": ("accuracy at epsilon 3, delta 1e-4; that without privacy", ">= 0.86")},
+        {
+            "private": (
+                "accuracy at epsilon 3, delta 1e-4; that without privacy",
+                ">= 0.86",
+            )
+        },
         upstream=(165,),
-        official="google/jax@47a76df, examples/differentially_private_sgd.py and datasets.py: 150 + 49",
+        official=(
+            "google/jax@47a76df, examples/differentially_private_sgd.py and "
+            "datasets.py: 150 + 49"
+        ),
     ),
     "text_to_image": Example(
-        {"digits": ("share of digits drawn as requested; share of real digits recognised", ">= 0.9")},
+        {
+            "digits": (
+                "share of digits drawn as requested; share of real digits recognised",
+                ">= 0.9",
+            )
+        },
         upstream=(262,),
-        official="huggingface/diffusers@958e17d, examples/text_to_image/train_text_to_image.py: 853",
+        official=(
+            "huggingface/diffusers@958e17d, "
+            "examples/text_to_image/train_text_to_image.py: 853"
+        ),
         flags=("--picture", "{here}/samples.png"),
     ),
     "reinforcement_learning/ppo": Example(
@@ -155,10 +203,22 @@ EXAMPLES = {
     ),
     "meta_learning": Example(
         {
-            "sinusoids": ("squared error after adapting; that of a pretrained model", "<= 0.1"),
-            "sinusoids, first order": ("squared error after adapting; that of a pretrained model", "<= 0.2"),
-            "images": ("error rate after adapting; that of a pretrained model", "<= 0.225"),
-            "images, first order": ("error rate after adapting; that of a pretrained model", "<= 0.22"),
+            "sinusoids": (
+                "squared error after adapting; that of a pretrained model",
+                "<= 0.1",
+            ),
+            "sinusoids, first order": (
+                "squared error after adapting; that of a pretrained model",
+                "<= 0.2",
+            ),
+            "images": (
+                "error rate after adapting; that of a pretrained model",
+                "<= 0.225",
+            ),
+            "images, first order": (
+                "error rate after adapting; that of a pretrained model",
+                "<= 0.22",
+            ),
         },
         upstream=(161,),
         official="cbfinn/maml@a7f45f1: 639 + 40 to prepare images",
@@ -169,7 +229,8 @@ EXAMPLES = {
 
 
 def file_of(name: str) -> pathlib.Path:
-    """Return the program of an example: the file with its name, or `main.py` in the folder with its name."""
+    """Return the program of an example: the file with its name, or `main.py` in the
+    folder with its name."""
     file = HERE / f"{name}.py"
     return file if file.exists() else HERE / name / "main.py"
 
@@ -178,7 +239,11 @@ def curves_of(reached: Any, first: int = 1) -> list[Mapping[int, float]]:
     """Return all runs of a result, each by its progress; none if it is one number."""
     if not isinstance(reached, list):
         return []
-    return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=first))]
+    return (
+        reached
+        if isinstance(reached[0], Mapping)
+        else [dict(enumerate(reached, start=first))]
+    )
 
 
 def last_of(reached: Any, bound: str) -> float:
@@ -196,48 +261,79 @@ def is_met(bound: str, number: float, baseline: float) -> bool:
 
 
 def code_lines(source: str) -> int:
-    """Return the number of lines of code, without blank lines, comments and docstrings."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in skipped]
-    lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string}
+    """Return the number of lines of code, without blank lines, comments and
+    docstrings."""
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+    }
+    tokens = [
+        t
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type not in skipped
+    ]
+    lines = {
+        line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string
+    }
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+        if isinstance(node, ast.Expr) and isinstance(
+            getattr(node.value, "value", None), str
+        ):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 
 def files_of(file: pathlib.Path) -> set[pathlib.Path]:
     """Return a program and every file of this folder that it imports."""
-    imports = re.findall(r"^(?:import|from) ([\w.]+)(?: import (\w+))?", file.read_text(), re.MULTILINE)
+    imports = re.findall(
+        r"^(?:import|from) ([\w.]+)(?: import (\w+))?", file.read_text(), re.MULTILINE
+    )
     names = {x for module, name in imports for x in (module, f"{module}.{name}")}
     candidates = [HERE / f"{name.replace('.', '/')}.py" for name in names]
     return {file}.union(*(files_of(path) for path in candidates if path.exists()))
 
 
 def picture(file: pathlib.Path, results: Results, example: Example) -> None:
-    """Draw the curves, with baselines as dashed lines. Curves of the same measure share a panel."""
+    """Draw the curves, with baselines as dashed lines. Curves of the same measure share
+    a panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    measures = {name: measure.split("; ") for name, (measure, _) in example.stated.items()}
+    measures = {
+        name: measure.split("; ") for name, (measure, _) in example.stated.items()
+    }
     along, first = example.along
     panels: dict[str, list[str]] = {}
     for name, (reached, _) in results.items():
-        if curves_of(reached):  # a curve that is not in the table belongs to the first that is
-            panels.setdefault(measures.get(name, next(iter(measures.values())))[0], []).append(name)
+        # A curve that is not in the table belongs to the first that is.
+        if curves_of(reached):
+            panels.setdefault(
+                measures.get(name, next(iter(measures.values())))[0], []
+            ).append(name)
     figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
-    for axes, (unit, names) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
+    for axes, (unit, names) in zip(
+        figure.subplots(1, len(panels), squeeze=False).flat, panels.items()
+    ):
         for name in names:
             reached, baseline = results[name]
             curves, color = curves_of(reached, first), None
             style: Any = {"marker": "."} if len(curves) == 1 else {"linewidth": 1}
             for curve in curves:
                 label = name if curve is curves[0] else None
-                (line,) = axes.plot(list(curve), list(curve.values()), color=color, label=label, **style)
+                (line,) = axes.plot(
+                    list(curve), list(curve.values()), color=color, label=label, **style
+                )
                 color = line.get_color()
             if name in measures:
                 broken: Any = {"color": color, "linestyle": "dashed", "linewidth": 1}
-                ends = baseline if isinstance(baseline, list) else [baseline] * len(curves[0])
+                ends = (
+                    baseline
+                    if isinstance(baseline, list)
+                    else [baseline] * len(curves[0])
+                )
                 axes.plot(list(curves[0]), ends, label=measures[name][1], **broken)
         axes.set(xlabel=along, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -262,22 +358,36 @@ def run(name: str) -> tuple[list[str], list[str]]:
     where = file.relative_to(HERE)
     sys.path.insert(0, str(HERE))
     module = importlib.import_module(".".join(where.with_suffix("").parts))
-    results: Results = module.main([flag.format(here=file.parent) for flag in example.flags])
+    results: Results = module.main(
+        [flag.format(here=file.parent) for flag in example.flags]
+    )
     seconds = time.perf_counter() - start
-    picture(file.with_name("scores.png" if file.stem == "main" else f"{file.stem}.png"), results, example)
+    picture(
+        file.with_name("scores.png" if file.stem == "main" else f"{file.stem}.png"),
+        results,
+        example,
+    )
     table, short = [], []
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]
         number, baseline = last_of(reached, bound), last_of(baseline, bound)
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
-        cells = (f"[{name}]({where.as_posix()})", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
+        cells = (
+            f"[{name}]({where.as_posix()})",
+            what,
+            measure,
+            f"{number:.3f}",
+            f"{baseline:.3f}",
+            bound,
+        )
         table.append("| " + " | ".join([*cells, f"{seconds:.0f}"]) + " |")
     return table, short
 
 
 def run_apart(name: str) -> tuple[list[str], list[str]]:
-    """Call `run` in another process. Raise errors as text, because some errors cannot be pickled."""
+    """Call `run` in another process. Raise errors as text, because some errors cannot
+    be pickled."""
     try:
         return run(name)
     except Exception:
@@ -285,29 +395,38 @@ def run_apart(name: str) -> tuple[list[str], list[str]]:
 
 
 def with_rows(page: str, *tables: Mapping[str, list[str]]) -> str:
-    """Put these rows of examples into the tables of a page, one after the other. Keep the other rows, and sort
-    by `EXAMPLES`.
+    """Put these rows of examples into the tables of a page, one after the other. Keep
+    the other rows, and sort by `EXAMPLES`.
     """
 
     def name_of(row: str) -> str:
         return row[3 : row.index("]")]
 
     lines, order, rest = [], list(EXAMPLES), iter(tables)
-    for are_rows, group in itertools.groupby(page.splitlines(), lambda line: line.startswith("| [")):
+    for are_rows, group in itertools.groupby(
+        page.splitlines(), lambda line: line.startswith("| [")
+    ):
         group = list(group)
         if are_rows:
             new = next(rest)
             kept = [row for row in group if name_of(row) not in new]
-            group = sorted([*kept, *itertools.chain(*new.values())], key=lambda row: order.index(name_of(row)))
+            group = sorted(
+                [*kept, *itertools.chain(*new.values())],
+                key=lambda row: order.index(name_of(row)),
+            )
         lines += group
     return "\n".join(lines) + "\n"
 
 
 def main(names: Sequence[str]) -> None:
-    """Run the examples one after the other, each in a separate process, and replace their rows."""
+    """Run the examples one after the other, each in a separate process, and replace
+    their rows."""
     unknown = sorted(set(names) - set(EXAMPLES))
     if unknown:
-        sys.exit(f"error: no example is called {unknown[0]!r}; there are {', '.join(EXAMPLES)}.")
+        sys.exit(
+            f"error: no example is called {unknown[0]!r}; there are "
+            f"{', '.join(EXAMPLES)}."
+        )
     page = HERE / "README.md"
     lines = {name: lines_of(name) for name in EXAMPLES}
     short: list[str] = []
@@ -317,7 +436,9 @@ def main(names: Sequence[str]) -> None:
             table, missed = process.submit(run_apart, name).result()
         short += missed
         tables = {name: table}, {other: [row] for other, row in lines.items()}
-        page.write_text(with_rows(page.read_text(encoding="utf-8"), *tables), encoding="utf-8")
+        page.write_text(
+            with_rows(page.read_text(encoding="utf-8"), *tables), encoding="utf-8"
+        )
     if short:
         sys.exit("error: " + "; ".join(short))
 

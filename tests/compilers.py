@@ -1,4 +1,5 @@
-"""Which compilers for other devices are installed: for TPUs (`nox -s aot`), for GPUs (`nox -s gpu`)."""
+"""Which compilers for other devices are installed: for TPUs (`nox -s aot`), for GPUs
+(`nox -s gpu`)."""
 
 import importlib.util
 import os

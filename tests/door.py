@@ -1,7 +1,7 @@
 """Mistakes of a first hour, and what the message of each must name.
 
-Run as a program it makes them all, as a user does (nothing checks annotations there), and ends with those that
-were told otherwise, or only after a step was compiled.
+Run as a program it makes them all, as a user does (nothing checks annotations there),
+and ends with those that were told otherwise, or only after a step was compiled.
 """
 
 import pathlib
@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fit_helpers import BODY, STEP, Normed, collate, compilations, make_examples, predict_fn
+from fit_helpers import (
+    BODY,
+    STEP,
+    Normed,
+    collate,
+    compilations,
+    make_examples,
+    predict_fn,
+)
 from fit_helpers import scalar_loss as loss_fn
 
 import redco_eqx
@@ -51,11 +59,15 @@ def predict(state: Any = STATE, examples: Any = EXAMPLES, **changed: Any) -> Any
 
 
 def step(state: Any = STATE, batch: Any = BATCH, **changed: Any) -> Any:
-    return rx.train_step(state, batch, **{"loss_fn": loss_fn, "optimizer": ADAM, **changed})
+    return rx.train_step(
+        state, batch, **{"loss_fn": loss_fn, "optimizer": ADAM, **changed}
+    )
 
 
 def jitted(state: Any) -> Any:
-    return rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=ADAM))(state, BATCH)
+    return rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=ADAM))(
+        state, BATCH
+    )
 
 
 def eval_step(state: Any = STATE, batch: Any = BATCH) -> Any:
@@ -84,10 +96,15 @@ def explain(overrides: Any, mesh: Any = MESH) -> Any:
 
 
 def call_stacked() -> None:
-    """Calls a model of stacked layers under a plain `jax.jit`, which makes an array of its `rate`."""
+    """Calls a model of stacked layers under a plain `jax.jit`, which makes an array of
+    its `rate`."""
     keys = jax.random.split(KEY, 3)
-    layers = eqx.filter_vmap(lambda key: {"linear": eqx.nn.Linear(2, 2, key=key), "rate": 0.5})(keys)
-    jax.jit(lambda layers, x: rx.layers.scan_layers(lambda _, x: x, layers, x))(layers, BATCH["x"])
+    layers = eqx.filter_vmap(
+        lambda key: {"linear": eqx.nn.Linear(2, 2, key=key), "rate": 0.5}
+    )(keys)
+    jax.jit(lambda layers, x: rx.layers.scan_layers(lambda _, x: x, layers, x))(
+        layers, BATCH["x"]
+    )
 
 
 class Table:
@@ -109,7 +126,10 @@ OF_SGD = rx.init_state(MODEL, SGD, key=KEY)
 OF_LINEAR = rx.init_state(eqx.nn.Linear(2, 2, key=KEY), ADAM, key=KEY)
 EXPLICIT, RENAMED = jax.make_mesh((8,), ("data",)), jax.make_mesh((2, 4), ("dp", "tp"))
 JITTED_GRADIENT = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
-GRADIENTS, PAIR = "The step computes the gradients", '(loss, metrics) ... (loss, {"accuracy": x})'
+GRADIENTS, PAIR = (
+    "The step computes the gradients",
+    '(loss, metrics) ... (loss, {"accuracy": x})',
+)
 PAIRS = "overrides ... [(pattern, PartitionSpec), ...]"
 HOLDER = tempfile.TemporaryDirectory()
 PLACE = pathlib.Path(HOLDER.name) / "door"
@@ -140,7 +160,10 @@ CONFUSED: list[tuple[Any, str]] = [
             (jitted, "first argument"),
             (rx.Evaluation(EXAMPLES, **INPUT, loss_fn=loss_fn), "Evaluation: state"),
             (partial(rx.save, PLACE / "a"), "save: state"),
-            (lambda model: rx.Checkpoints(PLACE / "writer").open().save(model), "save: state"),
+            (
+                lambda model: rx.Checkpoints(PLACE / "writer").open().save(model),
+                "save: state",
+            ),
             (lambda model: rx.restore(EMPTY, model), "restore: like"),
         )
     ),
@@ -148,16 +171,28 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: fit(STATE, STATE), "train_examples ... TrainState"),
     (lambda: fit(STATE, MODEL), "train_examples ... MLP ... state comes first"),
     (lambda: fit(step()), "tuple ... (state, metrics)"),
-    (lambda: rx.save(STATE, PLACE / "a"), "directory ... TrainState ... save(directory, state)"),
+    (
+        lambda: rx.save(STATE, PLACE / "a"),
+        "directory ... TrainState ... save(directory, state)",
+    ),
     (lambda: rx.init_model(MODEL, MESH, key=KEY), "make_model ... MLP ... lambda"),
     (lambda: rx.init_model(lambda: MODEL, MESH, key=KEY), "make_model(key)"),
     (lambda: rx.init_model(Normed, MESH, key=0), "key ... jax.random.key(0)"),
     (lambda: rx.init_model(Normed, 8, key=KEY), "mesh ... int ... make_mesh"),
-    (lambda: rx.init_model(Normed, MESH.abstract_mesh, key=KEY), "mesh is abstract ... make_mesh"),
+    (
+        lambda: rx.init_model(Normed, MESH.abstract_mesh, key=KEY),
+        "mesh is abstract ... make_mesh",
+    ),
     (lambda: rx.init_state(STATE, ADAM, key=KEY), "TrainState ... state.model"),
     (lambda: rx.init_state(eqx.nn.MLP, ADAM, key=KEY), "class MLP ... MLP(..."),
-    (lambda: rx.init_state(MODEL, ADAM, key=0), "key ... 0 (int) ... jax.random.key(0)"),
-    (lambda: rx.init_state(ADAM, MODEL, key=KEY), "optimizer is a MLP ... model comes first"),
+    (
+        lambda: rx.init_state(MODEL, ADAM, key=0),
+        "key ... 0 (int) ... jax.random.key(0)",
+    ),
+    (
+        lambda: rx.init_state(ADAM, MODEL, key=KEY),
+        "optimizer is a MLP ... model comes first",
+    ),
     (lambda: rx.explain(STATE, MESH), "TrainState ... state.model"),
     (lambda: rx.shard_rules(eqx.nn.MLP, MESH), "class MLP ... instance"),
     (lambda: rx.shard_rules(MESH, MODEL), "mesh ... MLP ... model comes"),
@@ -165,18 +200,30 @@ CONFUSED: list[tuple[Any, str]] = [
     (lambda: rx.init_state(MODEL, optax.adam, key=KEY), "optax.adam(1e-3)"),
     (lambda: rx.init_state(MODEL, KEY, key=KEY), "optimizer ... optax.adam(1e-3)"),
     (lambda: fit(optimizer=1e-3), "fit: optimizer ... float ... optax.adam(1e-3)"),
-    (lambda: fit(optimizer=SCHEDULE), "fit: optimizer ... function schedule ... optax.adam(schedule)"),
-    (lambda: step(optimizer=SCHEDULE), "train_step: optimizer ... optax.adam(schedule)"),
+    (
+        lambda: fit(optimizer=SCHEDULE),
+        "fit: optimizer ... function schedule ... optax.adam(schedule)",
+    ),
+    (
+        lambda: step(optimizer=SCHEDULE),
+        "train_step: optimizer ... optax.adam(schedule)",
+    ),
     # Numbers
     *(
         (partial(fit, **{name: x}), f"fit: {name}={x!r} ... whole number")
         for name in ("batch_size", "num_steps", "log_every", "num_microbatches")
         for x in (2.0, "2", True)
     ),
-    (lambda: fit(num_steps=None, num_epochs=1.5), "fit: num_epochs=1.5 ... whole number"),
+    (
+        lambda: fit(num_steps=None, num_epochs=1.5),
+        "fit: num_epochs=1.5 ... whole number",
+    ),
     (lambda: evaluate(batch_size=4.0), "batch_size=4.0 ... whole number"),
     (lambda: predict(batch_size=None), "batch_size=None ... whole number"),
-    (lambda: rx.Evaluation(EXAMPLES, every_steps=1.5), "Evaluation: every_steps=1.5 ... whole number"),
+    (
+        lambda: rx.Evaluation(EXAMPLES, every_steps=1.5),
+        "Evaluation: every_steps=1.5 ... whole number",
+    ),
     (lambda: rx.make_mesh(tensor=2.0), "tensor=2.0 ... whole number"),
     (
         lambda: rx.num_train_steps(EXAMPLES, batch_size=4, num_epochs=1),
@@ -184,25 +231,55 @@ CONFUSED: list[tuple[Any, str]] = [
     ),
     # Layouts
     (lambda: explain({"*": jax.P()}), f"{PAIRS} ... list(overrides.items())"),
-    (lambda: explain([("*", jax.P(jax.P.UNCONSTRAINED))]), f"{PAIRS} ... For a spec of axes"),
+    (
+        lambda: explain([("*", jax.P(jax.P.UNCONSTRAINED))]),
+        f"{PAIRS} ... For a spec of axes",
+    ),
     (lambda: explain(("*", jax.P())), PAIRS),
-    (lambda: explain([("*", ("tensor",))]), "overrides ... ('tensor',) ... PartitionSpec(\"tensor\")"),
+    (
+        lambda: explain([("*", ("tensor",))]),
+        "overrides ... ('tensor',) ... PartitionSpec(\"tensor\")",
+    ),
     # Functions
     (lambda: fit(loss_fn=None), "fit: loss_fn ... (model, batch, key) ... None"),
-    (lambda: fit(loss_fn=lambda model, batch: 0.0), "loss_fn(model, batch, key) ... takes (model, batch)"),
+    (
+        lambda: fit(loss_fn=lambda model, batch: 0.0),
+        "loss_fn(model, batch, key) ... takes (model, batch)",
+    ),
     (lambda: fit(collate_fn=None), "fit: collate_fn ... collate_fn(examples) ... None"),
     (lambda: fit(collate_fn=lambda a, b: a), "collate_fn(examples) ... (a, b)"),
-    (lambda: batches(collate_fn=None), "batches: collate_fn ... collate_fn(examples) ... None"),
+    (
+        lambda: batches(collate_fn=None),
+        "batches: collate_fn ... collate_fn(examples) ... None",
+    ),
     (lambda: returning(lambda x: None, step), "the loss ... None ... return"),
     (lambda: returning(lambda x: [x, x]), "the loss ... list ... scalar"),
-    (lambda: returning(lambda x: (x, {"a": {"b": x}})), "the metric 'a' ... dict ... {\"group/name\": value}"),
-    (lambda: returning(lambda x: (x, {"a": "high"})), "the metric 'a' ... 'high' ... scalar"),
-    (lambda: step(OF_LINEAR, loss_fn=jax.grad(loss_fn)), "the loss ... Linear ... scalar"),
+    (
+        lambda: returning(lambda x: (x, {"a": {"b": x}})),
+        "the metric 'a' ... dict ... {\"group/name\": value}",
+    ),
+    (
+        lambda: returning(lambda x: (x, {"a": "high"})),
+        "the metric 'a' ... 'high' ... scalar",
+    ),
+    (
+        lambda: step(OF_LINEAR, loss_fn=jax.grad(loss_fn)),
+        "the loss ... Linear ... scalar",
+    ),
     (lambda: predict(predict_fn=lambda m, b: b), "predict_fn ... (m, b)"),
-    (lambda: metric(metric_fn=lambda x: {}), "metric_fn(examples, predictions) ... takes (x)"),
-    (lambda: metric(output_fn=lambda x: 1), "output_fn(example, prediction) ... takes (x)"),
+    (
+        lambda: metric(metric_fn=lambda x: {}),
+        "metric_fn(examples, predictions) ... takes (x)",
+    ),
+    (
+        lambda: metric(output_fn=lambda x: 1),
+        "output_fn(example, prediction) ... takes (x)",
+    ),
     (lambda: fit(loggers=print), "loggers ... loggers=[logger]"),
-    (lambda: fit(loggers=[lambda row: 0]), "fit: logger is called as logger(step, row) ... takes (row)"),
+    (
+        lambda: fit(loggers=[lambda row: 0]),
+        "fit: logger is called as logger(step, row) ... takes (row)",
+    ),
     (lambda: fit(hook=lambda state: 0), "hook(run, row, state) ... takes (state)"),
     (lambda: fit(evaluation=EXAMPLES), "evaluation ... rx.Evaluation(examples)"),
     (lambda: fit(checkpoints=True), "checkpoints ... bool ... directory"),
@@ -217,15 +294,24 @@ CONFUSED: list[tuple[Any, str]] = [
             ("batches: examples", batches),
         )
         for examples, words in (
-            (dict(zip("xy", COLUMNS)), "a dict ... zip(*examples.values()) ... 'x', 'y'"),
-            (COLUMNS, "a tuple ... list(zip(*examples)) ... float32[16,2], float32[16]"),
+            (
+                dict(zip("xy", COLUMNS)),
+                "a dict ... zip(*examples.values()) ... 'x', 'y'",
+            ),
+            (
+                COLUMNS,
+                "a tuple ... list(zip(*examples)) ... float32[16,2], float32[16]",
+            ),
             (Table(), 'to_dict("records")'),
         )
     ),
     (lambda: fit(STATE, "a.jsonl"), "train_examples is a str ... sequence"),
     (lambda: fit(STATE, generator), "train_examples(epoch) ... takes ()"),
     *(
-        (partial(call, STATE, batch), f"{call.__name__}: {where} ... collate_fn(examples)")
+        (
+            partial(call, STATE, batch),
+            f"{call.__name__}: {where} ... collate_fn(examples)",
+        )
         for call in (eval_step, predict_step)
         for batch, where in (
             ({}, "batch is nothing"),
@@ -238,58 +324,126 @@ CONFUSED: list[tuple[Any, str]] = [
 WITH_LEAST = partial(rx.Checkpoints, PLACE / "new", keep_best={"loss": "least"})
 WITHOUT_STATE = partial(rx.init_state, Normed(KEY), ADAM, key=KEY)
 WRONG: list[tuple[Any, str]] = [
-    (lambda: rx.init_state(MODEL, key=jax.random.split(KEY)), "key ... (2,) ... keys[0]"),
-    (lambda: fit(FOR_EVALUATION), "opt_state ... nothing ... init_state(model, optimizer, key=...)"),
-    (lambda: step(optimizer=SGD), "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamS ... init_state"),
+    (
+        lambda: rx.init_state(MODEL, key=jax.random.split(KEY)),
+        "key ... (2,) ... keys[0]",
+    ),
+    (
+        lambda: fit(FOR_EVALUATION),
+        "opt_state ... nothing ... init_state(model, optimizer, key=...)",
+    ),
+    (
+        lambda: step(optimizer=SGD),
+        "train_step ... opt_state.0 ... EmptyState ... ScaleByAdamS ... init_state",
+    ),
     # no array differs
-    (lambda: fit(OF_SGD, optimizer=optax.chain(SGD)), "opt_state.0 ... EmptyState ... tuple ... init_state"),
-    (lambda: fit(batch_size=32), "batch_size=32 ... 16 examples ... smaller batch_size"),
+    (
+        lambda: fit(OF_SGD, optimizer=optax.chain(SGD)),
+        "opt_state.0 ... EmptyState ... tuple ... init_state",
+    ),
+    (
+        lambda: fit(batch_size=32),
+        "batch_size=32 ... 16 examples ... smaller batch_size",
+    ),
     (lambda: rx.make_mesh(tensor=16), "tensor=16 ... there are 8 (cpu)"),
     (lambda: rx.make_mesh(tensor=0), "tensor=0 ... positive"),
     (WITH_LEAST, "keep_best={'loss': 'least'} ... \"min\" or the \"max\""),
-    (lambda: explain((), EXPLICIT), "('data',) ... AxisType.Auto ... Mesh(mesh.devices, mesh.axis_names)"),
-    (lambda: explain((), RENAMED), "('dp', 'tp') ... Mesh(mesh.devices, (\"data\", \"tensor\"))"),
-    (lambda: returning(lambda x: {"loss": x}), f"loss_fn must return ... a dict ... {PAIR}"),
-    (lambda: returning(lambda x: (x, x), step), f"metrics a dict ... float32[] ... {PAIR}"),
-    (lambda: returning(lambda x: (x, {1: x}), step), f"metrics a dict ... of [1] ... {PAIR}"),
-    (lambda: fit(loss_fn=eqx.filter_value_and_grad(loss_fn)), f"not MLP ... {GRADIENTS}"),
+    (
+        lambda: explain((), EXPLICIT),
+        "('data',) ... AxisType.Auto ... Mesh(mesh.devices, mesh.axis_names)",
+    ),
+    (
+        lambda: explain((), RENAMED),
+        "('dp', 'tp') ... Mesh(mesh.devices, (\"data\", \"tensor\"))",
+    ),
+    (
+        lambda: returning(lambda x: {"loss": x}),
+        f"loss_fn must return ... a dict ... {PAIR}",
+    ),
+    (
+        lambda: returning(lambda x: (x, x), step),
+        f"metrics a dict ... float32[] ... {PAIR}",
+    ),
+    (
+        lambda: returning(lambda x: (x, {1: x}), step),
+        f"metrics a dict ... of [1] ... {PAIR}",
+    ),
+    (
+        lambda: fit(loss_fn=eqx.filter_value_and_grad(loss_fn)),
+        f"not MLP ... {GRADIENTS}",
+    ),
     (lambda: step(loss_fn=JITTED_GRADIENT), f"not MLP ... {GRADIENTS}"),
     (
         lambda: returning(lambda x: (x, {}, x), step),
         "a tuple of 3 ... init_state was given the pair (model, eqx.nn.State)",
     ),
     (call_stacked, "rate ... float32[] ... eqx.filter_jit"),
-    (WITHOUT_STATE, "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)"),
-    (lambda: rx.save(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
-    (lambda: rx.restore(A_FILE, STATE), "door/file', but it is a file, and checkpoints need a directory"),
-    (lambda: fit(checkpoints=A_FILE), "door/file', but it is a file, and checkpoints need a directory"),
-    (lambda: rx.restore(saved("part"), STATE, only="params"), "only='params' ... \"model\""),
+    (
+        WITHOUT_STATE,
+        "norm. ... eqx.nn.State ... make_with_state ... (model, model_state)",
+    ),
+    (
+        lambda: rx.save(A_FILE, STATE),
+        "door/file', but it is a file, and checkpoints need a directory",
+    ),
+    (
+        lambda: rx.restore(A_FILE, STATE),
+        "door/file', but it is a file, and checkpoints need a directory",
+    ),
+    (
+        lambda: fit(checkpoints=A_FILE),
+        "door/file', but it is a file, and checkpoints need a directory",
+    ),
+    (
+        lambda: rx.restore(saved("part"), STATE, only="params"),
+        "only='params' ... \"model\"",
+    ),
 ]
 # Of `FileNotFoundError`:
 MISSING: list[tuple[Any, str]] = [
-    (lambda: rx.restore(EMPTY, STATE), "door/empty ... it is empty ... Pass the directory of a run"),
+    (
+        lambda: rx.restore(EMPTY, STATE),
+        "door/empty ... it is empty ... Pass the directory of a run",
+    ),
     (lambda: rx.restore(PLACE / "nowhere", STATE), "door/nowhere does not exist"),
-    (lambda: rx.restore(saved("other"), STATE, step=8), "no checkpoint of step 8, only of [0]"),
-    (lambda: rx.restore(saved("run") / "0", STATE), "itself a checkpoint ... door/run, and step="),
+    (
+        lambda: rx.restore(saved("other"), STATE, step=8),
+        "no checkpoint of step 8, only of [0]",
+    ),
+    (
+        lambda: rx.restore(saved("run") / "0", STATE),
+        "itself a checkpoint ... door/run, and step=",
+    ),
 ]
 
 
 def problem(call: Any, exception: type[Exception], words: str) -> str | None:
-    """Makes a mistake. Returns what was told, unless it is the exception with all words, before a step."""
+    """Makes a mistake. Returns what was told, unless it is the exception with all
+    words, before a step."""
     with compilations() as compiled:
         try:
             found: Any = call()
         except Exception as error:
             found = error
     message = "\n".join([str(found), *getattr(found, "__notes__", [])])
-    is_told = type(found) is exception and all(part in message for part in words.split(" ... "))
+    is_told = type(found) is exception and all(
+        part in message for part in words.split(" ... ")
+    )
     is_early = not {BODY, STEP} & set(compiled)
-    return None if is_told and is_early else f"{words}\n  after {compiled}: {found!r}\n  {message}"
+    return (
+        None
+        if is_told and is_early
+        else f"{words}\n  after {compiled}: {found!r}\n  {message}"
+    )
 
 
 def tell(*kinds: tuple[Sequence[tuple[Any, str]], type[Exception]]) -> None:
     """Makes all mistakes, and ends the program with those that were told otherwise."""
-    told = [problem(call, exception, words) for mistakes, exception in kinds for call, words in mistakes]
+    told = [
+        problem(call, exception, words)
+        for mistakes, exception in kinds
+        for call, words in mistakes
+    ]
     sys.exit("\n\n".join(text for text in told if text is not None) or None)
 
 

@@ -1,7 +1,8 @@
-"""Eight virtual CPU devices for every test; compiled fast, since nothing here runs long.
+"""Eight virtual CPU devices for every test; compiled fast, since nothing here runs
+long.
 
-With `TESTS_ON=device` in the environment, what JAX finds instead: on one GPU, tests that take more devices are
-skipped.
+With `TESTS_ON=device` in the environment, what JAX finds instead: on one GPU, tests
+that take more devices are skipped.
 """
 
 import atexit
@@ -15,7 +16,8 @@ from collections.abc import Generator, Iterator
 ON_DEVICE = os.environ.get("TESTS_ON") == "device"
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not ON_DEVICE:
-    # Workers, and the processes that tests start, inherit it: half of what a test compiles, another one did.
+    # Workers, and the processes that tests start, inherit it: half of what a test
+    # compiles, another one did.
     cache = tempfile.mkdtemp(prefix="redco_eqx_tests_")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
@@ -27,19 +29,28 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-# The same examples in each run, so that a change is judged alone. `HYPOTHESIS_PROFILE=default` draws new ones.
+# The same examples in each run, so that a change is judged alone.
+# `HYPOTHESIS_PROFILE=default` draws new ones.
 settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 if not ON_DEVICE:
-    # Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
-    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-    flags += ["--xla_cpu_parallel_codegen_split_count=1"]  # one module for LLVM, not up to 32
-    if jax.__version__.startswith("0.10."):  # some later version lacks this flag, and would end the process
-        flags += ["--xla_cpu_use_fusion_emitters=false"]  # fusions compiled through MLIR take twice the time
+    # Tests compile far more than they run: LLVM's optimizations cost minutes, and
+    # change no layout.
+    flags = [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+    # One module for LLVM, not up to 32.
+    flags += ["--xla_cpu_parallel_codegen_split_count=1"]
+    # Some later version lacks this flag, and would end the process.
+    if jax.__version__.startswith("0.10."):
+        # Fusions compiled through MLIR take twice the time.
+        flags += ["--xla_cpu_use_fusion_emitters=false"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     jax.config.update("jax_num_cpu_devices", 8)
-    os.environ.setdefault("PJRT_NPROC", "24")  # as `make_mesh` does: some tests use JAX before it
+    # As `make_mesh` does: some tests use JAX before it.
+    os.environ.setdefault("PJRT_NPROC", "24")
 
 # A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +58,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_of_other_modules() -> Iterator[None]:
-    """Drops what a module compiled, which the next one hardly shares: gigabytes in all."""
+    """Drops what a module compiled, which the next one hardly shares: gigabytes in
+    all."""
     yield
     jax.clear_caches()
 

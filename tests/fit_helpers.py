@@ -1,4 +1,5 @@
-"""A tiny problem, the hand-written loop that `fit` must equal, and ears for what JAX compiles."""
+"""A tiny problem, the hand-written loop that `fit` must equal, and ears for what JAX
+compiles."""
 
 import contextlib
 import dataclasses
@@ -58,14 +59,18 @@ EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
 
 def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+    return {
+        name: np.stack([example[name] for example in examples]) for name in examples[0]
+    }
 
 
 def fail(*_: Any) -> Any:
     raise LookupError("mine")
 
 
-def raised(exception: Any, call: Any, *arguments: Any, match: str | None = None, **options: Any) -> Any:
+def raised(
+    exception: Any, call: Any, *arguments: Any, match: str | None = None, **options: Any
+) -> Any:
     """The error that a call must raise."""
     with pytest.raises(exception, match=match) as caught:
         call(*arguments, **options)
@@ -73,7 +78,8 @@ def raised(exception: Any, call: Any, *arguments: Any, match: str | None = None,
 
 
 class Collate:
-    """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts, or sends a signal.
+    """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts,
+    or sends a signal.
 
     A run with checkpoints makes its first batch twice. The second call does not count.
     """
@@ -90,7 +96,9 @@ class Collate:
         self._first = examples
         self.num_calls += 1
         if self.num_calls == self._at:
-            os.kill(os.getpid(), self._act) if isinstance(self._act, int) else self._act()
+            os.kill(os.getpid(), self._act) if isinstance(
+                self._act, int
+            ) else self._act()
         self.ids += [example["id"] for example in examples]
         return collate(examples)
 
@@ -115,24 +123,35 @@ def errors_of(model: Any, batch: Any) -> jax.Array:
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-    """Unequal weights, noise from the key, a second metric, and a `flag` by which one example spoils all.
+    """Unequal weights, noise from the key, a second metric, and a `flag` by which one
+    example spoils all.
 
     The noise is the key's own bits, which compiles in half the time of a draw.
     """
     noise = (jax.random.key_data(key)[-1] % 1024).astype(jnp.float32) / 1024
     errors = errors_of(model, {**batch, "x": batch["x"] + noise}) * batch["flag"]
     weight = batch["weight"]
-    return rx.Mean(jnp.sum(weight * errors), jnp.sum(weight)), {"plain": jnp.mean(errors)}
+    return rx.Mean(jnp.sum(weight * errors), jnp.sum(weight)), {
+        "plain": jnp.mean(errors)
+    }
 
 
 def dropout_loss(model: Any, batch: Any, key: Any) -> Any:
     keep = jax.random.bernoulli(key, 0.7, batch["x"].shape)
     errors = errors_of(model, {**batch, "x": batch["x"] * keep})
-    return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"])), {"plain": jnp.mean(errors)}
+    return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"])), {
+        "plain": jnp.mean(errors)
+    }
 
 
-def linear_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None, dim: int = 2) -> Any:
-    return _state(eqx.nn.Linear(dim, dim, key=jax.random.key(0)), optimizer, mesh or rx.make_mesh(data=1))
+def linear_state(
+    optimizer: optax.GradientTransformation = SGD, mesh: Any = None, dim: int = 2
+) -> Any:
+    return _state(
+        eqx.nn.Linear(dim, dim, key=jax.random.key(0)),
+        optimizer,
+        mesh or rx.make_mesh(data=1),
+    )
 
 
 def mlp_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None) -> Any:
@@ -146,18 +165,35 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
 
 
 def fit_with_history(
-    state: Any = None, examples: Any = EXAMPLES, *, prefetch: Any = None, donate: bool = True, **options: Any
+    state: Any = None,
+    examples: Any = EXAMPLES,
+    *,
+    prefetch: Any = None,
+    donate: bool = True,
+    **options: Any,
 ) -> Any:
-    """The state (or a copy of it, to be kept) and the history of `rx.fit`, silent, with the tiny problem as its
-    default; `prefetch` for all examples, or as they say."""
+    """The state (or a copy of it, to be kept) and the history of `rx.fit`, silent, with
+    the tiny problem as its default; `prefetch` for all examples, or as they say."""
     state = linear_state() if state is None else state
     if prefetch is not None:
         examples = rx.Data(examples, prefetch=prefetch)
         if options.get("evaluation") is not None:
             held_out = rx.Data(options["evaluation"].examples, prefetch=prefetch)
-            options["evaluation"] = dataclasses.replace(options["evaluation"], examples=held_out)
-    defaults = {"collate_fn": collate, "loss_fn": loss_fn, "optimizer": SGD, "batch_size": 4, "loggers": ()}
-    return rx.fit(state if donate else jax.tree.map(jnp.copy, state), examples, **{**defaults, **options})
+            options["evaluation"] = dataclasses.replace(
+                options["evaluation"], examples=held_out
+            )
+    defaults = {
+        "collate_fn": collate,
+        "loss_fn": loss_fn,
+        "optimizer": SGD,
+        "batch_size": 4,
+        "loggers": (),
+    }
+    return rx.fit(
+        state if donate else jax.tree.map(jnp.copy, state),
+        examples,
+        **{**defaults, **options},
+    )
 
 
 def fit(*arguments: Any, **options: Any) -> Any:
@@ -170,8 +206,11 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     return [info.step for info in rx.list_checkpoints(directory)]
 
 
-def counted(state: Any = None, checkpoints: Any = None, examples: Any = EXAMPLES, **options: Any) -> Any:
-    """`fit` that compiles in no time, makes batches when they are asked for, and saves every second step."""
+def counted(
+    state: Any = None, checkpoints: Any = None, examples: Any = EXAMPLES, **options: Any
+) -> Any:
+    """`fit` that compiles in no time, makes batches when they are asked for, and saves
+    every second step."""
     if isinstance(checkpoints, pathlib.Path):
         checkpoints = rx.Checkpoints(checkpoints, every_steps=2)
     defaults: Any = {"optimizer": COUNTING, "prefetch": 0, "checkpoints": checkpoints}
@@ -193,17 +232,31 @@ def scalar_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def spoiled(value: float) -> tuple[list[Any], int]:
-    """Examples of which one is spoiled, and the step of the first epoch that meets it."""
+    """Examples of which one is spoiled, and the step of the first epoch that meets
+    it."""
     examples = make_examples(20)
     examples[7]["flag"] = np.float32(value)
-    batches = [batch for _, _, batch in itertools.islice(hand_loop(linear_state(), make_examples(20)), 5)]
-    return examples, next(i for i, batch in enumerate(batches) if 7 in np.asarray(batch["id"]))
+    batches = [
+        batch
+        for _, _, batch in itertools.islice(
+            hand_loop(linear_state(), make_examples(20)), 5
+        )
+    ]
+    return examples, next(
+        i for i, batch in enumerate(batches) if 7 in np.asarray(batch["id"])
+    )
 
 
 def hand_loop(
-    state: Any, examples: Any, *, batch_size: int = 4, skip: int | None = None, **options: Any
+    state: Any,
+    examples: Any,
+    *,
+    batch_size: int = 4,
+    skip: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """`(state, metrics, batch)` after each step, for ever: the loop of DESIGN.md, nothing donated.
+    """`(state, metrics, batch)` after each step, for ever: the loop of DESIGN.md,
+    nothing donated.
 
     The step numbered `skip` (from 0) changes nothing but the number of steps.
     """
@@ -214,29 +267,42 @@ def hand_loop(
     epoch = 0
     while True:
         data = rx.Data(examples(epoch) if callable(examples) else examples, prefetch=0)
-        for batch in rx.batches(data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch):
+        for batch in rx.batches(
+            data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch
+        ):
             new_state, metrics = step(state, batch)
             is_skipped = int(state.step) == skip
-            state = dataclasses.replace(state, step=new_state.step) if is_skipped else new_state
+            state = (
+                dataclasses.replace(state, step=new_state.step)
+                if is_skipped
+                else new_state
+            )
             yield state, metrics, batch
         epoch += 1
 
 
-def state_after(num_steps: int, state: Any = None, examples: Any = EXAMPLES, **arguments: Any) -> Any:
+def state_after(
+    num_steps: int, state: Any = None, examples: Any = EXAMPLES, **arguments: Any
+) -> Any:
     """The hand-written loop's state after so many steps."""
     state = linear_state() if state is None else state
     steps = hand_loop(state, examples, **arguments)
     return next(itertools.islice(steps, num_steps - 1, None))[0] if num_steps else state
 
 
-COUNTING = optax.chain(optax.identity(), optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads)))
+COUNTING = optax.chain(
+    optax.identity(),
+    optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads)),
+)
 """Adds one to every parameter. Its state is that of `SGD`."""
 
 
 def counting_step(state: Any, batch: Any) -> Any:
     """The same as a step that compiles in no time."""
     params = jax.tree.map(lambda p: p + 1, state.params)
-    return dataclasses.replace(state, params=params, step=state.step + 1), {"loss": jnp.mean(batch["weight"])}
+    return dataclasses.replace(state, params=params, step=state.step + 1), {
+        "loss": jnp.mean(batch["weight"])
+    }
 
 
 def assert_counted(state: Any, num_steps: int) -> None:
@@ -249,7 +315,9 @@ def assert_counted(state: Any, num_steps: int) -> None:
 
 def host(x: Any) -> np.ndarray:
     """An array in NumPy; of keys their bits."""
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -259,7 +327,9 @@ def bits(tree: Any) -> list[bytes]:
 
 def paired(tree: Any, other: Any) -> list[tuple[Any, Any, Any]]:
     """`(path, leaf, leaf of the other)`, as many of each."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other), strict=True
+    )
     return [(path, x, y) for (path, x), y in pairs]
 
 
@@ -302,18 +372,33 @@ class Rows:
         self.rows.append((step, dict(row)))
 
     def with_prefix(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
-        return [(step, row) for step, row in self.rows if any(name.startswith(prefix) for name in row)]
+        return [
+            (step, row)
+            for step, row in self.rows
+            if any(name.startswith(prefix) for name in row)
+        ]
 
 
 def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
     """The rows in the file of a `JSONLLogger`, without what depends on the clock."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return without_times([(line["step"], {k: x for k, x in line.items() if k != "step"}) for line in lines])
+    return without_times(
+        [
+            (line["step"], {k: x for k, x in line.items() if k != "step"})
+            for line in lines
+        ]
+    )
 
 
 def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-    clocked = "time|run|train/(mfu|data_wait_seconds|slowest_(process|by_seconds)|(examples|tokens)_per_second)"
-    return [(step, {k: x for k, x in row.items() if not re.fullmatch(clocked, k)}) for step, row in rows]
+    clocked = (
+        "time|run|train/(mfu|data_wait_seconds|slowest_(process|by_seconds)|"
+        "(examples|tokens)_per_second)"
+    )
+    return [
+        (step, {k: x for k, x in row.items() if not re.fullmatch(clocked, k)})
+        for step, row in rows
+    ]
 
 
 @contextlib.contextmanager
@@ -327,19 +412,35 @@ def full_disk(num_bytes: int = 16) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def python(script: str, *arguments: object, without: Any = (), **options: Any) -> "subprocess.Popen[str]":
-    """Starts a program that can import the modules of the tests, and has no variables `without`."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {name: value for name, value in os.environ.items() if name not in without}
+def python(
+    script: str, *arguments: object, without: Any = (), **options: Any
+) -> "subprocess.Popen[str]":
+    """Starts a program that can import the modules of the tests, and has no variables
+    `without`."""
+    path = os.pathsep.join(
+        [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in without
+    }
     environment |= {"PYTHONPATH": path, **options.pop("env", {})}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **options})
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        **{"stdout": pipe, "stderr": pipe, **options},
+    )
 
 
-def printed(script: str, *arguments: object, without: tuple[str, ...] = (), **environment: str) -> str:
+def printed(
+    script: str, *arguments: object, without: tuple[str, ...] = (), **environment: str
+) -> str:
     """The output of a program; fails with its errors."""
-    child = python(script, *arguments, without=without, env={"JAX_PLATFORMS": "cpu", **environment})
+    child = python(
+        script, *arguments, without=without, env={"JAX_PLATFORMS": "cpu", **environment}
+    )
     out, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors[-2000:]
     return out
@@ -349,7 +450,9 @@ def no_threads_left(seconds: float = 5.0) -> bool:
     """Return true if all threads of `batches` end by themselves."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not any(thread.name.startswith("redco_eqx") for thread in threading.enumerate()):
+        if not any(
+            thread.name.startswith("redco_eqx") for thread in threading.enumerate()
+        ):
             return True
         time.sleep(0.005)
     return False

@@ -14,7 +14,8 @@ _PART = re.compile(rf"{_FENCE}|^::: (?P<name>\S+)$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """`name` is that of the public thing whose docstring has the block; `None` if it stands on the page."""
+    """`name` is that of the public thing whose docstring has the block; `None` if it
+    stands on the page."""
 
     language: str
     code: str
@@ -22,19 +23,26 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """In order; where a page has `::: name`, the site shows a docstring, and its blocks are taken."""
+    """In order; where a page has `::: name`, the site shows a docstring, and its blocks
+    are taken."""
     found: list[Block] = []
     for part in _PART.finditer(text):
         if part["name"] is None:
             found.append(Block(part["language"], part["code"]))
         else:
-            of_doc = re.finditer(_FENCE, _docstring(part["name"]), re.DOTALL | re.MULTILINE)
-            found += [Block(fence["language"], fence["code"], part["name"]) for fence in of_doc]
+            of_doc = re.finditer(
+                _FENCE, _docstring(part["name"]), re.DOTALL | re.MULTILINE
+            )
+            found += [
+                Block(fence["language"], fence["code"], part["name"])
+                for fence in of_doc
+            ]
     return found
 
 
 def blocks_of(page: pathlib.Path, language: str | None = None) -> list[Block]:
-    """The blocks of a page, or those of a language, after those of the page that it goes on from."""
+    """The blocks of a page, or those of a language, after those of the page that it
+    goes on from."""
     text = page.read_text()
     before = re.match(r"---\nafter: (\S+)\n---\n", text)
     found = [*(blocks_of(PAGES / before[1]) if before else []), *blocks(text)]
@@ -42,7 +50,8 @@ def blocks_of(page: pathlib.Path, language: str | None = None) -> list[Block]:
 
 
 def defined(page: str, *marks: str, **given: object) -> dict[str, Any]:
-    """The names, with those `given`, after the blocks of a page that contain one of the marks."""
+    """The names, with those `given`, after the blocks of a page that contain one of the
+    marks."""
     names: dict[str, Any] = dict(given)
     for block in blocks((PAGES / page).read_text()):
         if any(mark in block.code for mark in marks):
@@ -57,7 +66,8 @@ def public(path: str) -> object:
 
 
 def _docstring(path: str) -> str:
-    """Its own: an alias has that of what it stands for, which the site does not show."""
+    """Its own: an alias has that of what it stands for, which the site does not
+    show."""
     thing = public(path)
     is_ours = str(getattr(thing, "__module__", "")).startswith("redco_eqx")
     return inspect.cleandoc(getattr(thing, "__doc__", None) or "") if is_ours else ""

@@ -1,4 +1,5 @@
-"""The package trains a model on eight devices, and includes its types: for `nox -s build`.
+"""The package trains a model on eight devices, and includes its types: for
+`nox -s build`.
 
 python tests/smoke.py PLACE     # the package must lie below PLACE
 """
@@ -25,7 +26,9 @@ def main(place: str) -> None:
     assert importlib.resources.files(rx).joinpath("py.typed").is_file()
     assert all(getattr(rx, name) is not None for name in rx.__all__)
     mesh = rx.make_mesh(tensor=2, fsdp=2)
-    model = rx.init_model(lambda key: eqx.nn.MLP(8, 8, 32, depth=1, key=key), mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: eqx.nn.MLP(8, 8, 32, depth=1, key=key), mesh, key=jax.random.key(0)
+    )
     optimizer = optax.adam(1e-2)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     examples = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Streams of every kind that there is, over the same examples: what tests of streams share."""
+"""Streams of every kind that there is, over the same examples: what tests of streams
+share."""
 
 import itertools
 from typing import Any
@@ -30,7 +31,8 @@ class ByEpoch:
 
 
 class WithState(ByEpoch):
-    """The same, with a state of its own: bytes, tuples and numbers for keys are in it."""
+    """The same, with a state of its own: bytes, tuples and numbers for keys are in
+    it."""
 
     def __init__(self, examples: Any):
         super().__init__(examples)
@@ -76,7 +78,8 @@ class StatefulIterator:
 
 
 class Refilling(WithState):
-    """Shuffles by a buffer, whose content is not in its state: going on from that loses examples."""
+    """Shuffles by a buffer, whose content is not in its state: going on from that loses
+    examples."""
 
     def __iter__(self) -> Any:
         begin, self.at, held = self.at, 0, []
@@ -117,9 +120,13 @@ def taken(epochs: Epochs, num: int, place: Place = BEGIN, **options: Any) -> Any
 
 
 KINDS: dict[str, Any] = {
-    "function": lambda examples, **options: rx.Stream(lambda epoch: generate(examples, epoch), **options),
+    "function": lambda examples, **options: rx.Stream(
+        lambda epoch: generate(examples, epoch), **options
+    ),
     "iterable": lambda examples, **options: rx.Stream(ByEpoch(examples), **options),
-    "iterable with a state": lambda examples, **options: rx.Stream(WithState(examples), **options),
+    "iterable with a state": lambda examples, **options: rx.Stream(
+        WithState(examples), **options
+    ),
     "function of iterators with a state": lambda examples, **options: rx.Stream(
         lambda epoch: StatefulIterator(examples, epoch), **options
     ),

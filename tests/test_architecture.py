@@ -1,4 +1,5 @@
-"""The house: imports point one way, importing has no effect, and what is public is documented."""
+"""The house: imports point one way, importing has no effect, and what is public is
+documented."""
 
 import ast
 import graphlib
@@ -14,10 +15,14 @@ from house import rooms
 import redco_eqx as rx
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = {"redco_eqx": ROOT / "src/redco_eqx", "redco_eqx_models": ROOT / "models/src/redco_eqx_models"}
+PACKAGES = {
+    "redco_eqx": ROOT / "src/redco_eqx",
+    "redco_eqx_models": ROOT / "models/src/redco_eqx_models",
+}
 # The files of both packages. Those of the second one stand below `models`.
 TEXTS = {
-    pathlib.Path("models" if name == "redco_eqx_models" else "") / path.relative_to(package): path.read_text()
+    pathlib.Path("models" if name == "redco_eqx_models" else "")
+    / path.relative_to(package): path.read_text()
     for name, package in PACKAGES.items()
     for path in sorted(package.rglob("*.py"))
 }
@@ -25,14 +30,29 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 CORE = [path for path in TEXTS if path.parts[0] != "models"]
 MODELS = [path for path in TEXTS if path.parts[0] == "models"]
 # What only re-exports, by name.
-FACES = [pathlib.Path(f"{name}.py") for name in ("__init__", "errors", "layers", "types", "models/__init__")]
+FACES = [
+    pathlib.Path(f"{name}.py")
+    for name in ("__init__", "errors", "layers", "types", "models/__init__")
+]
 INSIDE = [path for path in TEXTS if path not in FACES]
 
 PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")
-EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
+EFFECTS = {
+    "os",
+    "sys",
+    "time",
+    "pathlib",
+    "signal",
+    "threading",
+    "socket",
+    "subprocess",
+    "tqdm",
+}
 EXCEPT = {
-    pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
-    pathlib.Path("_step/kept.py"): {"pathlib", "sys"},  # which modules are installed, and what is imported
+    # Threads for virtual devices, before JAX starts them.
+    pathlib.Path("_sharding/mesh.py"): {"os"},
+    # Which modules are installed, and what is imported.
+    pathlib.Path("_step/kept.py"): {"pathlib", "sys"},
 }
 
 
@@ -50,7 +70,10 @@ def modules(path: pathlib.Path) -> set[tuple[str, ...]]:
         if isinstance(node, ast.ImportFrom):
             parts = tuple((node.module or "").split("."))
             inside = [(*parts, alias.name) for alias in node.names]
-            is_file = [parts[0] in PACKAGES and in_table(x).with_suffix(".py") in TEXTS for x in inside]
+            is_file = [
+                parts[0] in PACKAGES and in_table(x).with_suffix(".py") in TEXTS
+                for x in inside
+            ]
             found |= {x if known else parts for x, known in zip(inside, is_file)}
     return found
 
@@ -61,7 +84,8 @@ def in_table(parts: tuple[str, ...]) -> pathlib.Path:
 
 
 def imported(path: pathlib.Path) -> set[tuple[str, ...]]:
-    """Each module of its own package that a file imports, as its parts below the package."""
+    """Each module of its own package that a file imports, as its parts below the
+    package."""
     own = "redco_eqx_models" if path.parts[0] == "models" else "redco_eqx"
     return {in_table(parts).parts for parts in modules(path) if parts[0] == own}
 
@@ -70,8 +94,15 @@ def test_a_room_imports_what_its_row_says_and_stands_above_it():
     table = rooms()
     assert {room_of(path) for path in INSIDE} == set(table)
     for i, (room, row) in enumerate(table.items()):
-        assert row <= set(list(table)[:i]), f"{room} imports {row}, which are not all above it"
-        arrows = {room_of(x) for path in INSIDE if room_of(path) == room for x in imported(path)} - {room}
+        assert row <= set(list(table)[:i]), (
+            f"{room} imports {row}, which are not all above it"
+        )
+        arrows = {
+            room_of(x)
+            for path in INSIDE
+            if room_of(path) == room
+            for x in imported(path)
+        } - {room}
         assert arrows == row, room
 
 
@@ -79,13 +110,21 @@ def test_the_second_package_uses_only_public_names_of_the_core():
     """What it can do, every other library can."""
     public = {
         "redco_eqx": set(rx.__all__),
-        **{f"redco_eqx.{name}": set(vars(getattr(rx, name))) for name in ("errors", "layers", "types")},
+        **{
+            f"redco_eqx.{name}": set(vars(getattr(rx, name)))
+            for name in ("errors", "layers", "types")
+        },
     }
     for path in MODELS:
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Import):
-                assert not [x.name for x in node.names if x.name.startswith("redco_eqx.")], path
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "redco_eqx":
+                assert not [
+                    x.name for x in node.names if x.name.startswith("redco_eqx.")
+                ], path
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "redco_eqx"
+            ):
                 assert node.module in public, f"{path}: {node.module}"
                 assert {x.name for x in node.names} <= public[node.module], path
 
@@ -94,7 +133,9 @@ def test_the_core_imports_nothing_of_the_second_package():
     assert [path for path in CORE if "redco_eqx_models" in TEXTS[path]] == []
 
 
-FAMILIES = re.compile(r"(?i)hugging|safetensors|transformers|diffusers|llama|gpt-?2|load_pretrained|\bpeft\b")
+FAMILIES = re.compile(
+    r"(?i)hugging|safetensors|transformers|diffusers|llama|gpt-?2|load_pretrained|\bpeft\b"
+)
 KNOWN = {
     "_base/protocols.py": ["Hugging"],  # a dataset, which is one kind of examples
     "_data/batches.py": ["Hugging"],
@@ -109,7 +150,8 @@ def test_the_core_names_no_family_and_no_file_format_of_models():
 
 
 def test_the_table_of_names_is_the_list_of_imports():
-    """The face of the core has two lists: imports for type checkers, and a table for the program."""
+    """The face of the core has two lists: imports for type checkers, and a table for
+    the program."""
     tree = TREES[pathlib.Path("__init__.py")]
     block = next(node for node in tree.body if isinstance(node, ast.If))
     listed = {
@@ -130,7 +172,9 @@ def test_files_do_not_import_each_other_in_a_circle():
 def test_pure_rooms_touch_nothing_outside():
     for path in INSIDE:
         if room_of(path) in PURE:
-            assert not {parts[0] for parts in modules(path)} & EFFECTS - EXCEPT.get(path, set()), path
+            assert not {parts[0] for parts in modules(path)} & EFFECTS - EXCEPT.get(
+                path, set()
+            ), path
 
 
 START = """
@@ -150,7 +194,6 @@ LOADED = [
     "_base.jaxprs",
     "_base.protocols",
     "_base.tree",
-    "_base.warn",
     "_checkpoint",
     "_checkpoint.runs",
     "_data",
@@ -188,7 +231,8 @@ LOADED = [
     "_training.loggers",
     "_training.run",
 ]
-"""The modules that a `fit` of an MLP on one device loads. Anything else is imported when it is asked for."""
+"""The modules that a `fit` of an MLP on one device loads. Anything else is imported
+when it is asked for."""
 
 
 def loaded_by(program: str) -> list[str]:
@@ -198,31 +242,46 @@ def loaded_by(program: str) -> list[str]:
 
 def test_import_touches_no_device_and_loads_nothing_but_the_names():
     # The number of virtual devices can be set only before the backend is used.
-    program = "jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+    program = (
+        "jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+    )
     assert loaded_by(program) == ["redco_eqx"]
     assert set(rx.__all__) <= set(dir(rx))
 
 
 def test_a_fit_and_the_path_rules_load_what_they_use():
     names = loaded_by(MODEL + FIT)
-    assert sorted(name.removeprefix("redco_eqx.") for name in names if "." in name) == LOADED
-    assert not any("_dataflow" in name for name in loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())"))
+    assert (
+        sorted(name.removeprefix("redco_eqx.") for name in names if "." in name)
+        == LOADED
+    )
+    assert not any(
+        "_dataflow" in name
+        for name in loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())")
+    )
 
 
 def test_public_names_are_sorted_and_documented():
     for module in (rx, importlib.import_module("redco_eqx_models")):
-        assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
+        assert module.__all__ == sorted(
+            module.__all__, key=lambda name: (name[0].islower(), name)
+        )
         for name in module.__all__:
             thing = getattr(module, name)
-            doc = re.sub(r"```.*?```", "", inspect.getdoc(thing) or "", flags=re.DOTALL)  # without examples
+            # Without examples.
+            doc = re.sub(r"```.*?```", "", inspect.getdoc(thing) or "", flags=re.DOTALL)
             assert doc, name
             if inspect.isfunction(thing):
                 for parameter in inspect.signature(thing).parameters:
-                    assert f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400, (name, parameter)
+                    assert (
+                        f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400
+                    ), (name, parameter)
 
 
 def test_only_one_file_knows_what_jax_keeps_private():
-    assert [path.stem for path, text in TEXTS.items() if "jax._src" in text] == ["cluster"]
+    assert [path.stem for path, text in TEXTS.items() if "jax._src" in text] == [
+        "cluster"
+    ]
 
 
 def test_no_name_of_the_core_means_two_things():
@@ -236,7 +295,11 @@ def test_no_name_of_the_core_means_two_things():
                 names.add(node.target.id)
         for name in names:
             homes[name].add(path)
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1 and name[0] != "_"} == {}
+    assert {
+        name: paths
+        for name, paths in homes.items()
+        if len(paths) > 1 and name[0] != "_"
+    } == {}
 
 
 def test_docstrings_begin_with_a_verb_or_the_thing():
@@ -247,8 +310,12 @@ def test_docstrings_begin_with_a_verb_or_the_thing():
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
     ]
     relative = re.compile(r"(What|Whether|How|Which|Where|Who|Of)\b")
-    assert [f"{path}: {doc.splitlines()[0]}" for path, _, doc in docs if relative.match(doc)] == []
-    third_person = re.compile(r"(Returns|Raises|Yields|Makes|Computes|Adds|Takes|Turns|Waits)\b")
+    assert [
+        f"{path}: {doc.splitlines()[0]}" for path, _, doc in docs if relative.match(doc)
+    ] == []
+    third_person = re.compile(
+        r"(Returns|Raises|Yields|Makes|Computes|Adds|Takes|Turns|Waits)\b"
+    )
     functions = [
         (path, node.name)
         for path, node, doc in docs

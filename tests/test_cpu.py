@@ -20,7 +20,10 @@ print(len(list(pathlib.Path("/proc/self/task").iterdir())))
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted as Linux lists them")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/task"),
+    reason="threads are counted as Linux lists them",
+)
 def test_three_threads_for_each_device_unless_the_environment_says_how_many():
     started = partial(printed, START + THREADS, without=("PJRT_NPROC", "XLA_FLAGS"))
     assert int(started()) - int(started(PJRT_NPROC="8")) >= 16

@@ -1,4 +1,5 @@
-"""The first hour: each mistake is refused before anything is compiled, and the message names what it must."""
+"""The first hour: each mistake is refused before anything is compiled, and the message
+names what it must."""
 
 from fit_helpers import printed
 

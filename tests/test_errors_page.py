@@ -1,4 +1,5 @@
-"""Each message of the library that docs/pages/errors.md quotes is one that the source emits, or could."""
+"""Each message of the library that docs/pages/errors.md quotes is one that the source
+emits, or could."""
 
 import ast
 import re
@@ -12,13 +13,23 @@ HOLE = "\0"
 
 
 def literals(nodes: list[ast.AST]) -> Iterator[str]:
-    """Every text in a module but its docstrings; what an f-string fills in is a hole."""
+    """Every text in a module but its docstrings; what an f-string fills in is a
+    hole."""
     bare = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    without = bare | {x for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
+    without = bare | {
+        x for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values
+    }
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(x.value) if isinstance(x, ast.Constant) else HOLE for x in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in without:
+            yield "".join(
+                str(x.value) if isinstance(x, ast.Constant) else HOLE
+                for x in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in without
+        ):
             yield node.value
 
 
@@ -29,14 +40,19 @@ class Source:
         paths = sorted(PACKAGES[package].rglob("*.py"))
         modules = [list(ast.walk(ast.parse(path.read_text()))) for path in paths]
         self.texts = {text for nodes in modules for text in literals(nodes)}
-        self.classes = {x.name for nodes in modules for x in nodes if isinstance(x, ast.ClassDef)}
+        self.classes = {
+            x.name for nodes in modules for x in nodes if isinstance(x, ast.ClassDef)
+        }
 
 
 def is_emitted(quoted: str, source: Source) -> bool:
-    """Return true if the class is the package's, and one text has all words, in order; `...` is any words."""
+    """Return true if the class is the package's, and one text has all words, in order;
+    `...` is any words."""
     name, rest = re.fullmatch(r"(?:([A-Z]\w+)(?:: |$))?(.*)", quoted).groups()  # pyright: ignore
     pattern = ".*".join(re.escape(part.strip()) for part in rest.split("..."))
-    is_said = rest == "" or any(re.search(pattern, text, re.DOTALL) for text in source.texts)
+    is_said = rest == "" or any(
+        re.search(pattern, text, re.DOTALL) for text in source.texts
+    )
     return is_said and (name is None or name in source.classes)
 
 
@@ -47,8 +63,12 @@ def quoted(package: str) -> list[str]:
     return re.findall(r"^\| `(.+?)` +\|", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("package", "at_least"), [("redco_eqx", 12), ("redco_eqx_models", 8)])
-def test_the_messages_that_the_page_quotes_are_emitted(package: str, at_least: int) -> None:
+@pytest.mark.parametrize(
+    ("package", "at_least"), [("redco_eqx", 12), ("redco_eqx_models", 8)]
+)
+def test_the_messages_that_the_page_quotes_are_emitted(
+    package: str, at_least: int
+) -> None:
     source = Source(package)
     messages = quoted(package)
     assert len(messages) >= at_least
@@ -64,5 +84,9 @@ def test_the_messages_that_the_page_quotes_are_emitted(package: str, at_least: i
 
 def test_a_message_stands_in_one_section() -> None:
     page = (PAGES / "errors.md").read_text()
-    everywhere = re.findall(r"^\| `(.+?)` +\|", page.partition("## Messages of JAX")[0], re.MULTILINE)
-    assert everywhere == [message for package in PACKAGES for message in quoted(package)]
+    everywhere = re.findall(
+        r"^\| `(.+?)` +\|", page.partition("## Messages of JAX")[0], re.MULTILINE
+    )
+    assert everywhere == [
+        message for package in PACKAGES for message in quoted(package)
+    ]

@@ -1,4 +1,5 @@
-"""Every Python block of the README runs, in order, in one namespace, and prints what stands below it."""
+"""Every Python block of the README runs, in order, in one namespace, and prints what
+stands below it."""
 
 import re
 
@@ -10,21 +11,30 @@ README = (pages.ROOT / "README.md").read_text()
 OF_MODELS = pages.ROOT / "models" / "README.md"
 
 
-def test_python_blocks_run_and_the_tables_are_true(capfd, tmp_path, monkeypatch, recwarn):
+def test_python_blocks_run_and_the_tables_are_true(
+    capfd, tmp_path, monkeypatch, recwarn
+):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "readme"}
-    example, program = (block.code for block in pages.blocks_of(pages.ROOT / "README.md", "python"))
-    table, by_program = (block.code for block in pages.blocks_of(pages.ROOT / "README.md", "text"))
+    example, program = (
+        block.code for block in pages.blocks_of(pages.ROOT / "README.md", "python")
+    )
+    table, by_program = (
+        block.code for block in pages.blocks_of(pages.ROOT / "README.md", "text")
+    )
 
     exec(compile(example, "README.md", "exec"), namespace)
     out, err = capfd.readouterr()
     assert table.rstrip() in out
-    first, last = 5.55, 3.6  # uniform over 256 bytes is log(256) nats; letters are not uniform
+    # Uniform over 256 bytes is log(256) nats; letters are not uniform.
+    first, last = 5.55, 3.6
     losses = [float(x) for x in re.findall(r"\bloss (\d+\.\d+)", err)]
     assert losses
     assert losses[-1] < last < first
     num_examples = len(namespace["examples"])
-    assert int(namespace["state"].step) == rx.num_train_steps(num_examples, batch_size=64, num_epochs=1)
+    assert int(namespace["state"].step) == rx.num_train_steps(
+        num_examples, batch_size=64, num_epochs=1
+    )
 
     exec(compile(program, "README.md", "exec"), namespace)
     assert by_program in capfd.readouterr().out
@@ -51,10 +61,17 @@ def test_the_readme_of_the_models_is_true(capfd, tmp_path, monkeypatch):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     assert len(links) > 8
     assert [link for link in links if not (OF_MODELS.parent / link).exists()] == []
-    of_page = rows_of(section_of((pages.PAGES / "models" / "index.md").read_text(), "Supported families"))
+    of_page = rows_of(
+        section_of(
+            (pages.PAGES / "models" / "index.md").read_text(), "Supported families"
+        )
+    )
     assert rows_of(section_of(text, "Families")) == [row[:2] for row in of_page]
     both = "python -m pip install . ./models"
-    assert all(both in page for page in (text, README, (pages.PAGES / "install.md").read_text()))
+    assert all(
+        both in page
+        for page in (text, README, (pages.PAGES / "install.md").read_text())
+    )
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -73,16 +90,25 @@ def numbers(text: str) -> list[str]:
 
 def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
     rows = rows_of(section_of(README, "In numbers"))[2:]
-    sessions = re.findall(r"^def (\w+)\(session", (pages.ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    sessions = re.findall(
+        r"^def (\w+)\(session", (pages.ROOT / "noxfile.py").read_text(), re.MULTILINE
+    )
     assert len(rows) >= 8
     for what, ours, beside, command in rows:
-        found, link = numbers(ours + " " + beside), re.fullmatch(r"\[`(.+)`\]\((docs/.+)\)", command)
+        found, link = (
+            numbers(ours + " " + beside),
+            re.fullmatch(r"\[`(.+)`\]\((docs/.+)\)", command),
+        )
         assert found, what
         assert link, what
         assert set(found) <= set(numbers((pages.ROOT / link[2]).read_text())), what
         first, *rest = link[1].split()
-        assert rest[1] in sessions if first == "nox" else (pages.ROOT / first).exists(), what
-    claim = re.search(r"\*\*([\d.]+) bits.*?with\s([\d.]+)\sfor.*?\((\d+) seconds", README, re.DOTALL)
+        assert (
+            rest[1] in sessions if first == "nox" else (pages.ROOT / first).exists()
+        ), what
+    claim = re.search(
+        r"\*\*([\d.]+) bits.*?with\s([\d.]+)\sfor.*?\((\d+) seconds", README, re.DOTALL
+    )
     assert claim
     page = (pages.PAGES / "five-minutes.md").read_text()
     (row,) = re.findall(r"^\| .*nox -s quickstart.*$", page, re.MULTILINE)
@@ -99,7 +125,9 @@ def test_the_page_beside_others_has_the_rows_of_the_results():
             rows.add((case, *row[1:6]))
         return rows
 
-    page = section_of((pages.PAGES / "benchmarks.md").read_text(), "Comparison with other libraries")
+    page = section_of(
+        (pages.PAGES / "benchmarks.md").read_text(), "Comparison with other libraries"
+    )
     of_page = {row for row in table(page) if row[0].startswith(("data", "fsdp"))}
     assert len(of_page) > 20
     assert of_page <= table((pages.ROOT / "benchmarks" / "RESULTS.md").read_text())

@@ -56,7 +56,9 @@ def of_fit() -> None:
         (of_a_step_under_jit, "the loss does not depend on 1"),
     ],
 )
-def test_a_warning_names_the_line_of_the_user(function: Callable[[], None], message: str) -> None:
+def test_a_warning_names_the_line_of_the_user(
+    function: Callable[[], None], message: str
+) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()

@@ -20,7 +20,9 @@ from .program import GIB, LEARNING_RATE, measured, peak_gib
 from .settings import Setting
 
 
-def fit_overhead(setting: Setting, config: Any, *, rounds: int, num_steps: int) -> dict[str, Any]:
+def fit_overhead(
+    setting: Setting, config: Any, *, rounds: int, num_steps: int
+) -> dict[str, Any]:
     """Seconds of a step of `fit` over those of the compiled step by itself."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     program = ours.program(setting, config, mesh)
@@ -38,22 +40,36 @@ def fit_overhead(setting: Setting, config: Any, *, rounds: int, num_steps: int) 
         log_every=num_steps,
         loggers=[lambda step, row: rates.append(row["train/examples_per_second"])],
     )
-    seconds = statistics.median(setting.batch / rate for rate in rates[1:])  # the first window compiles
-    return {**bare, "seconds": seconds, "bare_seconds": bare["seconds"], "ratio": seconds / bare["seconds"]}
+    # The first window compiles.
+    seconds = statistics.median(setting.batch / rate for rate in rates[1:])
+    return {
+        **bare,
+        "seconds": seconds,
+        "bare_seconds": bare["seconds"],
+        "ratio": seconds / bare["seconds"],
+    }
 
 
-def save_stall(setting: Setting, config: Any, *, rounds: int, num_steps: int) -> dict[str, Any]:
-    """Seconds that a save holds the loop up, the steps that were still running not counted; and what a save,
-    its writing in the background included, adds to the steps after it."""
+def save_stall(
+    setting: Setting, config: Any, *, rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """Seconds that a save holds the loop up, the steps that were still running not
+    counted; and what a save, its writing in the background included, adds to the steps
+    after it."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     program = ours.program(setting, config, mesh)
     state = program.make_state()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
-    batch = jax.device_put(np.zeros(program.batch.shape, np.int32), program.batch.sharding)
+    batch = jax.device_put(
+        np.zeros(program.batch.shape, np.int32), program.batch.sharding
+    )
     compiled = program.step.lower(state, batch).compile()
     blocked: list[float] = []
     times: dict[bool, list[float]] = {False: [], True: []}
-    with tempfile.TemporaryDirectory() as directory, rx.Checkpoints(directory, keep_last=1).open() as writer:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        rx.Checkpoints(directory, keep_last=1).open() as writer,
+    ):
         for saves in [False, True] * (rounds + 1):
             writer.wait()
             jax.block_until_ready(state)
@@ -65,7 +81,9 @@ def save_stall(setting: Setting, config: Any, *, rounds: int, num_steps: int) ->
                 state, _ = compiled(state, batch)
             jax.block_until_ready(state)
             times[saves].append(time.perf_counter() - begun)
-    without, with_save = (statistics.median(times[saves][1:]) for saves in (False, True))
+    without, with_save = (
+        statistics.median(times[saves][1:]) for saves in (False, True)
+    )
     return {
         "seconds": statistics.median(blocked[1:]),
         "added_seconds": with_save - without,
@@ -78,16 +96,27 @@ def save_stall(setting: Setting, config: Any, *, rounds: int, num_steps: int) ->
 def generation(setting: Setting, config: Any, *, rounds: int) -> dict[str, Any]:
     """Greedy tokens a second, all rows together, after a prompt of 64 tokens."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
-    model = rx.init_model(lambda key: ours.make_model(setting, config, key=key), mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: ours.make_model(setting, config, key=key),
+        mesh,
+        key=jax.random.key(0),
+    )
     prompt = jnp.ones((setting.batch, PROMPT), jnp.int32)
 
     def run() -> Any:
-        return models.generate(model, prompt, max_new_tokens=setting.length, eos_token_id=())
+        return models.generate(
+            model, prompt, max_new_tokens=setting.length, eos_token_id=()
+        )
 
-    return {**_rate(run, jax.block_until_ready, setting, rounds), "peak_gib": peak_gib()}
+    return {
+        **_rate(run, jax.block_until_ready, setting, rounds),
+        "peak_gib": peak_gib(),
+    }
 
 
-def generation_by_transformers(setting: Setting, config: Any, *, rounds: int, is_small: bool) -> dict[str, Any]:
+def generation_by_transformers(
+    setting: Setting, config: Any, *, rounds: int, is_small: bool
+) -> dict[str, Any]:
     from . import of_torch
 
     model, device = of_torch.load(setting, config, is_small=is_small)
@@ -97,9 +126,14 @@ def generation_by_transformers(setting: Setting, config: Any, *, rounds: int, is
 
     def run() -> Any:
         return model.eval().generate(
-            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=setting.length,
-            max_new_tokens=setting.length, do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=setting.length,
+            max_new_tokens=setting.length,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
 
     def wait(result: Any) -> None:
         result.cpu()
@@ -110,7 +144,9 @@ def generation_by_transformers(setting: Setting, config: Any, *, rounds: int, is
 PROMPT = 64
 
 
-def _rate(run: Callable[[], Any], wait: Any, setting: Setting, rounds: int) -> dict[str, Any]:
+def _rate(
+    run: Callable[[], Any], wait: Any, setting: Setting, rounds: int
+) -> dict[str, Any]:
     times = []
     for _ in range(rounds + 1):
         begun = time.perf_counter()
@@ -126,18 +162,23 @@ def _rate(run: Callable[[], Any], wait: Any, setting: Setting, rounds: int) -> d
 
 
 def loading(setting: Setting, config: Any) -> dict[str, Any]:
-    """Seconds from files, that lie in the page cache, to arrays on the device. They are made on the spot."""
+    """Seconds from files, that lie in the page cache, to arrays on the device. They are
+    made on the spot."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     with tempfile.TemporaryDirectory() as directory:
         model = rx.init_model(
-            lambda key: ours.make_model(setting, config, key=key), mesh, key=jax.random.key(0)
+            lambda key: ours.make_model(setting, config, key=key),
+            mesh,
+            key=jax.random.key(0),
         )
         begun = time.perf_counter()
         models.save_pretrained(model, directory)
         written = time.perf_counter() - begun
         del model
         begun = time.perf_counter()
-        jax.block_until_ready(models.load_pretrained(directory, mesh, dtype=jnp.bfloat16, stacked=True))
+        jax.block_until_ready(
+            models.load_pretrained(directory, mesh, dtype=jnp.bfloat16, stacked=True)
+        )
         return {
             "seconds": time.perf_counter() - begun,
             "writing_seconds": written,
@@ -145,7 +186,9 @@ def loading(setting: Setting, config: Any) -> dict[str, Any]:
         }
 
 
-def loading_by_transformers(setting: Setting, config: Any, *, is_small: bool) -> dict[str, Any]:
+def loading_by_transformers(
+    setting: Setting, config: Any, *, is_small: bool
+) -> dict[str, Any]:
     from . import of_torch
 
     model, device = of_torch.load(setting, config, is_small=is_small)

@@ -21,7 +21,10 @@ def load(setting: Setting, config: Any, *, is_small: bool) -> tuple[Any, str]:
 
     if not (is_small or torch.cuda.is_available()):
         raise ImportError(f"torch {torch.__version__} has no CUDA here")
-    if setting.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+    if (
+        setting.attention == "flash_attention_2"
+        and importlib.util.find_spec("flash_attn") is None
+    ):
         raise ImportError("flash-attn is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # What JAX does by default.
@@ -31,11 +34,15 @@ def load(setting: Setting, config: Any, *, is_small: bool) -> tuple[Any, str]:
     dtype = torch.bfloat16 if setting.precision == "bfloat16" else torch.float32
     attention = "sdpa" if setting.attention == "auto" else setting.attention
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(given, dtype=dtype, attn_implementation=attention)
+        model = transformers.AutoModelForCausalLM.from_config(
+            given, dtype=dtype, attn_implementation=attention
+        )
     return model, device
 
 
-def measured(setting: Setting, config: Any, *, rounds: int, num_steps: int, is_small: bool) -> dict[str, Any]:
+def measured(
+    setting: Setting, config: Any, *, rounds: int, num_steps: int, is_small: bool
+) -> dict[str, Any]:
     """Seconds of a step, as `program.measured`; AdamW fused where there is a GPU."""
     import torch  # pyright: ignore[reportMissingImports] (of the group parity)
 
@@ -50,7 +57,11 @@ def measured(setting: Setting, config: Any, *, rounds: int, num_steps: int, is_s
 
     def wide() -> Any:
         is_mixed = setting.precision == "mixed"
-        return torch.autocast(device, torch.bfloat16) if is_mixed else contextlib.nullcontext()
+        return (
+            torch.autocast(device, torch.bfloat16)
+            if is_mixed
+            else contextlib.nullcontext()
+        )
 
     def step() -> Any:
         with wide():

@@ -17,7 +17,9 @@ from .settings import FAMILIES, Setting
 
 def make_model(setting: Setting, config: Any, *, key: Any) -> Any:
     attention = None if setting.attention == "auto" else setting.attention
-    model = FAMILIES[config.model_type](config, stacked=True, remat=setting.remat, attention=attention, key=key)
+    model = FAMILIES[config.model_type](
+        config, stacked=True, remat=setting.remat, attention=attention, key=key
+    )
     return rx.cast(model, jnp.bfloat16) if setting.precision == "bfloat16" else model
 
 
@@ -25,19 +27,28 @@ def make_loss(setting: Setting) -> Any:
     def loss_fn(model: Any, tokens: Any, key: Any) -> rx.Mean:
         model = rx.cast(model, jnp.bfloat16) if setting.precision == "mixed" else model
         hidden, _ = model.hidden_states(tokens[:, :-1])
-        return rx.layers.cross_entropy(hidden, model.head, tokens[:, 1:], num_chunks=setting.chunks)
+        return rx.layers.cross_entropy(
+            hidden, model.head, tokens[:, 1:], num_chunks=setting.chunks
+        )
 
     return loss_fn
 
 
 def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
-    make, optimizer = functools.partial(make_model, setting, config), optax.adamw(LEARNING_RATE)
+    make, optimizer = (
+        functools.partial(make_model, setting, config),
+        optax.adamw(LEARNING_RATE),
+    )
     key = jax.random.key(0)
     abstract = eqx.filter_eval_shape(lambda key: make(key=key), key)
     shardings = rx.shard_rules(abstract, mesh)
 
     def lay(x: Any, sharding: NamedSharding | None) -> Any:
-        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return (
+            x
+            if sharding is None
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        )
 
     def make_state() -> rx.TrainState:
         model = rx.init_model(lambda key: make(key=key), mesh, key=key)
@@ -45,14 +56,19 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
 
     state = rx.init_state(jax.tree.map(lay, abstract, shardings), optimizer, key=key)
     step = functools.partial(
-        rx.train_step, loss_fn=make_loss(setting), optimizer=optimizer, shardings=shardings
+        rx.train_step,
+        loss_fn=make_loss(setting),
+        optimizer=optimizer,
+        shardings=shardings,
     )
     return Program(
         step=rx.jit_step(step),
         make_state=make_state,
         abstract_state=state,
         batch=jax.ShapeDtypeStruct(
-            (setting.batch, setting.length + 1), jnp.int32, sharding=rx.batch_sharding(mesh)
+            (setting.batch, setting.length + 1),
+            jnp.int32,
+            sharding=rx.batch_sharding(mesh),
         ),
         loss_of=lambda metrics: metrics["loss"],
         num_parameters=sum(x.size for x in state.params.values()),

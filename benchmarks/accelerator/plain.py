@@ -1,4 +1,5 @@
-"""The same step of a LLaMA, written by hand in JAX: arrays in a dict, one scan, nothing of this library."""
+"""The same step of a LLaMA, written by hand in JAX: arrays in a dict, one scan, nothing
+of this library."""
 
 from typing import Any
 
@@ -16,14 +17,19 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
     dtype = jnp.bfloat16 if setting.precision == "bfloat16" else jnp.float32
     optimizer = optax.adamw(LEARNING_RATE)
     whole = NamedSharding(mesh, PartitionSpec())
-    is_half, is_gpu = setting.precision != "float32", mesh.devices.flat[0].platform == "gpu"
+    is_half, is_gpu = (
+        setting.precision != "float32",
+        mesh.devices.flat[0].platform == "gpu",
+    )
     implementation = "cudnn" if is_half and is_gpu else "xla"
     if setting.attention != "auto":
         implementation = setting.attention
     loss_fn = make_loss(setting, config, implementation)
 
     def init() -> Any:
-        params = jax.tree.map(lambda x: x.astype(dtype), _init(config, jax.random.key(0)))
+        params = jax.tree.map(
+            lambda x: x.astype(dtype), _init(config, jax.random.key(0))
+        )
         return params, optimizer.init(params)
 
     def step(state: Any, tokens: Any) -> tuple[Any, Any]:
@@ -39,7 +45,9 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
         step=jax.jit(step, donate_argnums=0),
         make_state=jax.jit(init, out_shardings=whole),
         abstract_state=jax.tree.map(lay, jax.eval_shape(init)),
-        batch=jax.ShapeDtypeStruct((setting.batch, setting.length + 1), jnp.int32, sharding=whole),
+        batch=jax.ShapeDtypeStruct(
+            (setting.batch, setting.length + 1), jnp.int32, sharding=whole
+        ),
         loss_of=lambda loss: loss,
         num_parameters=sum(x.size for x in jax.tree.leaves(jax.eval_shape(init)[0])),
     )
@@ -56,24 +64,39 @@ def make_loss(setting: Setting, config: Any, implementation: Any) -> Any:
         def layer(x: Any, own: Any) -> tuple[Any, None]:
             return _layer(own, x, config, angles, implementation), None
 
-        layer = jax.checkpoint(layer, prevent_cse=False) if setting.remat == "full" else layer
+        layer = (
+            jax.checkpoint(layer, prevent_cse=False)
+            if setting.remat == "full"
+            else layer
+        )
         x, _ = jax.lax.scan(layer, x, params["layers"])
         logits = (_norm(x, params["norm"], config) @ params["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     return loss_fn
 
 
 def _init(config: Any, key: Any) -> Any:
-    size, inner, num = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    size, inner, num = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+    )
     shapes = {
         **dict.fromkeys(("q", "k", "v", "o"), (num, size, size)),
         **dict.fromkeys(("gate", "up"), (num, size, inner)),
         "down": (num, inner, size),
     }
     keys = iter(jax.random.split(key, len(shapes) + 2))
-    layers = {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-    layers |= {name: jnp.ones((num, size)) for name in ("before_attention", "before_mlp")}
+    layers = {
+        name: 0.02 * jax.random.normal(next(keys), shape)
+        for name, shape in shapes.items()
+    }
+    layers |= {
+        name: jnp.ones((num, size)) for name in ("before_attention", "before_mlp")
+    }
     return {
         "embed": 0.02 * jax.random.normal(next(keys), (config.vocab_size, size)),
         "layers": layers,
@@ -87,7 +110,11 @@ def _layer(own: Any, x: Any, config: Any, angles: Any, implementation: Any) -> A
     given = _norm(x, own["before_attention"], config)
     q, k, v = ((given @ own[name]).reshape(shape) for name in ("q", "k", "v"))
     heads = jax.nn.dot_product_attention(
-        _turn(q, angles), _turn(k, angles), v, is_causal=True, implementation=implementation
+        _turn(q, angles),
+        _turn(k, angles),
+        v,
+        is_causal=True,
+        implementation=implementation,
     )
     x = x + heads.reshape(x.shape) @ own["o"]
     given = _norm(x, own["before_mlp"], config)
@@ -96,13 +123,17 @@ def _layer(own: Any, x: Any, config: Any, angles: Any, implementation: Any) -> A
 
 def _norm(x: Any, weight: Any, config: Any) -> Any:
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + config.rms_norm_eps)
+    scale = jax.lax.rsqrt(
+        jnp.mean(wide**2, axis=-1, keepdims=True) + config.rms_norm_eps
+    )
     return (wide * scale).astype(x.dtype) * weight
 
 
 def _angles(length: int, size: int) -> Any:
     frequencies = 10000.0 ** (-np.arange(0, size, 2) / size)
-    return np.outer(np.arange(length), np.concatenate([frequencies, frequencies])).astype(np.float32)
+    return np.outer(
+        np.arange(length), np.concatenate([frequencies, frequencies])
+    ).astype(np.float32)
 
 
 def _turn(x: Any, angles: Any) -> Any:

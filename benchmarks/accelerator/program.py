@@ -1,4 +1,5 @@
-"""A training step of JAX and its arguments: compiled, for what is here or is not, and timed."""
+"""A training step of JAX and its arguments: compiled, for what is here or is not, and
+timed."""
 
 import dataclasses
 import statistics
@@ -32,7 +33,9 @@ class Program:
     num_parameters: int
 
 
-def compiled_for_target(program: Program, compiler_options: Mapping[str, bool]) -> dict[str, Any]:
+def compiled_for_target(
+    program: Program, compiler_options: Mapping[str, bool]
+) -> dict[str, Any]:
     """What the compiler says of a step on devices that are not there."""
     begun = time.perf_counter()
     lowered = program.step.lower(program.abstract_state, program.batch)
@@ -42,7 +45,11 @@ def compiled_for_target(program: Program, compiler_options: Mapping[str, bool]) 
 
 def _read(compiled: Any) -> dict[str, Any]:
     stats = compiled.memory_analysis()
-    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    kept = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
     return {
         "compiled_gib": (kept + stats.temp_size_in_bytes) / GIB,
         "arguments_gib": stats.argument_size_in_bytes / GIB,
@@ -51,8 +58,11 @@ def _read(compiled: Any) -> dict[str, Any]:
 
 
 def measured(program: Program, *, rounds: int, num_steps: int) -> dict[str, Any]:
-    """Seconds of a step: the median of `rounds`, each of `num_steps` steps, which are waited for at its end."""
-    vocabulary = np.random.default_rng(0).integers(0, 256, program.batch.shape).astype(np.int32)
+    """Seconds of a step: the median of `rounds`, each of `num_steps` steps, which are
+    waited for at its end."""
+    vocabulary = (
+        np.random.default_rng(0).integers(0, 256, program.batch.shape).astype(np.int32)
+    )
     batch = jax.device_put(vocabulary, program.batch.sharding)
     state = program.make_state()
     begun = time.perf_counter()

@@ -12,19 +12,37 @@ from typing import Any
 from .settings import Setting
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-ROOMS = ("birth", "checkpoint", "data", "kept", "parallel", "planning", "step", "traced", "training")
-"""Whose tests have something to say on one device. Others are of meshes, processes, compilers and documents."""
+ROOMS = (
+    "birth",
+    "checkpoint",
+    "data",
+    "kept",
+    "parallel",
+    "planning",
+    "step",
+    "traced",
+    "training",
+)
+"""Whose tests have something to say on one device. Others are of meshes, processes,
+compilers and documents."""
 FAMILIES, PARITY = ("models/tests",), ("tests/parity", "models/tests/parity")
 SOME = ("models/tests/test_attention.py",)
 """For a small run."""
 
 
 def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
-    """How many pass, fail, and are left out because they take more devices, by `every_test.py`. Tolerances
-    are made for products in float32 (`highest`), not for those in TF32. What fails with `JAX_PLATFORMS=cpu` and
-    `TESTS_ON=device` too fails for want of devices."""
+    """How many pass, fail, and are left out because they take more devices, by
+    `every_test.py`. Tolerances are made for products in float32 (`highest`), not for
+    those in TF32. What fails with `JAX_PLATFORMS=cpu` and `TESTS_ON=device` too fails
+    for want of devices."""
     rooms = [f"tests/{room}" for room in ROOMS]
-    paths = SOME if is_small else PARITY if setting.model == "parity" else (*rooms, *FAMILIES)
+    paths = (
+        SOME
+        if is_small
+        else PARITY
+        if setting.model == "parity"
+        else (*rooms, *FAMILIES)
+    )
     precision = "highest" if setting.precision == "highest" else "tensorfloat32"
     # Tests start processes of their own, which share the device's memory.
     variables = {
@@ -32,24 +50,46 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
         "JAX_DEFAULT_MATMUL_PRECISION": precision,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         # Runs that are equal to the bit.
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+        + " --xla_gpu_deterministic_ops=true",
     }
     if is_small:
         variables["JAX_PLATFORMS"] = "cpu"
     begun = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--tb=no", "-rfE",
-         "-n", str(min(os.cpu_count() or 1, 14)), *paths],
-        cwd=REPOSITORY, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--continue-on-collection-errors",
+            "--tb=no",
+            "-rfE",
+            "-n",
+            str(min(os.cpu_count() or 1, 14)),
+            *paths,
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     lines = done.stdout.splitlines()
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)s?", lines[-1] if lines else "")
+    counts = re.findall(
+        r"(\d+) (passed|failed|skipped|error)s?", lines[-1] if lines else ""
+    )
     if not counts:
-        return {
-            "error": f"pytest ended with {done.returncode}: {(done.stderr.splitlines() or ['?'])[-1]}"[:200]
-        }
+        last = (done.stderr.splitlines() or ["?"])[-1]
+        return {"error": f"pytest ended with {done.returncode}: {last}"[:200]}
     found: dict[str, Any] = {kind: int(num) for num, kind in counts if kind != "error"}
     failures = sorted({line for line in lines if line.startswith(("FAILED", "ERROR"))})
-    found["broken"] = sum(line.startswith("ERROR") for line in failures)  # each worker reports its own
+    # Each worker reports its own.
+    found["broken"] = sum(line.startswith("ERROR") for line in failures)
     seconds = time.perf_counter() - begun
-    return {**found, "seconds": seconds, "failures": failures, "jax": importlib.metadata.version("jax")}
+    return {
+        **found,
+        "seconds": seconds,
+        "failures": failures,
+        "jax": importlib.metadata.version("jax"),
+    }

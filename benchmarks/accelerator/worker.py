@@ -1,7 +1,9 @@
-"""One row, in a process of its own: `python -m accelerator.worker ROW.json RESULT.json`.
+"""One row, in a process of its own:
+`python -m accelerator.worker ROW.json RESULT.json`.
 
-A row is a `Setting` by its fields, `is_small`, and `target`: the name of devices that are not there and for
-which the step is compiled, or null: then it is run on those that are.
+A row is a `Setting` by its fields, `is_small`, and `target`: the name of devices that
+are not there and for which the step is compiled, or null: then it is run on those that
+are.
 """
 
 import dataclasses
@@ -35,7 +37,10 @@ class Row:
         """How much is measured."""
         if self.is_small:
             return {"rounds": 1, "num_steps": 2}
-        return {"rounds": 3, "num_steps": 2 if self.setting.part in ("llama", "paper") else 5}
+        return {
+            "rounds": 3,
+            "num_steps": 2 if self.setting.part in ("llama", "paper") else 5,
+        }
 
 
 def main() -> None:
@@ -43,7 +48,11 @@ def main() -> None:
     row = Row(Setting(**given["setting"]), given["is_small"], given["target"])
     try:
         result = result_of(row)
-    except (ImportError, ValueError, RuntimeError) as error:  # what a machine lacks is a result too
+    except (
+        ImportError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # what a machine lacks is a result too
         line = next((line for line in str(error).splitlines() if line), "")
         result = {"error": f"{type(error).__name__}: {line}"[:200]}
     pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
@@ -84,7 +93,10 @@ def _of_jax(row: Row) -> dict[str, Any]:
     if setting.part == "loading":
         return {**around.loading(setting, config), **about}
     if setting.part == "generation":
-        return {**around.generation(setting, config, rounds=row.amount["rounds"]), **about}
+        return {
+            **around.generation(setting, config, rounds=row.amount["rounds"]),
+            **about,
+        }
     measure = {"fit": around.fit_overhead, "saving": around.save_stall}[setting.part]
     return {**measure(setting, config, **row.amount), **about}
 
@@ -103,26 +115,41 @@ def _of_torch(row: Row) -> dict[str, Any]:
     }
     given: dict[str, Any] = {"is_small": row.is_small}
     if row.setting.part == "loading":
-        return {**around.loading_by_transformers(row.setting, row.config, **given), **about}
+        return {
+            **around.loading_by_transformers(row.setting, row.config, **given),
+            **about,
+        }
     if row.setting.part == "generation":
         given["rounds"] = row.amount["rounds"]
-        return {**around.generation_by_transformers(row.setting, row.config, **given), **about}
-    return {**of_torch.measured(row.setting, row.config, **row.amount, **given), **about}
+        return {
+            **around.generation_by_transformers(row.setting, row.config, **given),
+            **about,
+        }
+    return {
+        **of_torch.measured(row.setting, row.config, **row.amount, **given),
+        **about,
+    }
 
 
 def _rates(row: Row, result: dict[str, Any]) -> dict[str, Any]:
-    """Tokens a second, and which part that is of what the chip can do (MFU): of its products in bfloat16, or of
-    half as many in TF32 for `float32`. Also without the table of embeddings, which takes no products."""
+    """Tokens a second, and which part that is of what the chip can do (MFU): of its
+    products in bfloat16, or of half as many in TF32 for `float32`. Also without the
+    table of embeddings, which takes no products."""
     setting, config = row.setting, row.config
     rate = setting.batch * setting.length / result["seconds"]
     chip = next((x for x in GPUS.values() if x.name == result["device"]), None)
     if chip is None:
         return {"tokens_per_second": rate}
     able = chip.flops / (2 if setting.precision == "float32" else 1)
-    num, table = result["num_parameters"], config.vocab_size * config.entry("hidden_size")
+    num, table = (
+        result["num_parameters"],
+        config.vocab_size * config.entry("hidden_size"),
+    )
     # A head that is the table has its products.
     others = num if config.tie_word_embeddings else num - table
-    of_all, of_others = (rate * flops_per_token(n, config, setting.length) / able for n in (num, others))
+    of_all, of_others = (
+        rate * flops_per_token(n, config, setting.length) / able for n in (num, others)
+    )
     return {"tokens_per_second": rate, "mfu": of_all, "mfu_without_table": of_others}
 
 

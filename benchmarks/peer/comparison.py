@@ -1,6 +1,8 @@
-"""What every peer is measured at, and how. Needs JAX alone: each peer has an environment of its own.
+"""What every peer is measured at, and how. Needs JAX alone: each peer has an
+environment of its own.
 
-Decoders and encoder-decoders in float32 with AdamW and no dropout, on eight virtual CPU devices.
+Decoders and encoder-decoders in float32 with AdamW and no dropout, on eight virtual CPU
+devices.
 """
 
 import json
@@ -13,10 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-DIM, MLP, LLAMA_MLP, LAYERS, HEADS, VOCABULARY, LENGTH, BATCH = 256, 1024, 688, 4, 8, 1024, 128, 8
+DIM, MLP, LLAMA_MLP = 256, 1024, 688
+LAYERS, HEADS, VOCABULARY, LENGTH, BATCH = 4, 8, 1024, 128, 8
 LEARNING_RATE = 1e-3
 MODELS = ("LLaMA", "GPT-2", "GPT-J", "OPT", "T5", "T5 v1.1", "BART")
-MESHES: dict[str, dict[str, Any]] = {"data 2 x tensor 4": {"data": 2, "tensor": 4}, "fsdp 8": {"fsdp": 8}}
+MESHES: dict[str, dict[str, Any]] = {
+    "data 2 x tensor 4": {"data": 2, "tensor": 4},
+    "fsdp 8": {"fsdp": 8},
+}
 NUM_STEPS = 20
 
 
@@ -27,7 +33,11 @@ def start() -> None:
 
 
 def tokens(length: int = LENGTH) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).integers(VOCABULARY, size=(BATCH, length)).astype(np.int32)
+    return (
+        np.random.default_rng(0)
+        .integers(VOCABULARY, size=(BATCH, length))
+        .astype(np.int32)
+    )
 
 
 def measure(
@@ -39,9 +49,11 @@ def measure(
     advance: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]],
     loss_of: Callable[[Any], Any],
 ) -> None:
-    """Compile a jitted `step(*arguments)` and run it; `advance(output, arguments)` gives the next arguments.
+    """Compile a jitted `step(*arguments)` and run it; `advance(output, arguments)`
+    gives the next arguments.
 
-    Write `PEER-MODEL-MESH.json` and the compiled program beside it, in the directory that the command names.
+    Write `PEER-MODEL-MESH.json` and the compiled program beside it, in the directory
+    that the command names.
     """
     begun = time.perf_counter()
     lowered = step.lower(*arguments)
@@ -56,7 +68,11 @@ def measure(
         losses.append(float(loss_of(output)))
         seconds.append(time.perf_counter() - at)
         arguments = advance(output, arguments)
-    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    kept = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
     found = {
         "peer": peer,
         "model": model,
@@ -78,7 +94,9 @@ def write(found: dict[str, Any], program: str = "") -> None:
     print(json.dumps(found), flush=True)
 
 
-def each(peer: str, mesh: str, one: Callable[[str], None], models: Sequence[str] = MODELS) -> None:
+def each(
+    peer: str, mesh: str, one: Callable[[str], None], models: Sequence[str] = MODELS
+) -> None:
     """Measure each model by `one`; what a peer cannot do is a row with its error."""
     start()
     for model in models:
@@ -86,4 +104,11 @@ def each(peer: str, mesh: str, one: Callable[[str], None], models: Sequence[str]
             one(model)
         except Exception as error:
             line = (str(error).strip().splitlines() or [""])[0][:200]
-            write({"peer": peer, "model": model, "mesh": mesh, "error": f"{type(error).__name__}: {line}"})
+            write(
+                {
+                    "peer": peer,
+                    "model": model,
+                    "mesh": mesh,
+                    "error": f"{type(error).__name__}: {line}",
+                }
+            )

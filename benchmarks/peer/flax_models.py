@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-transformers: Any = importlib.import_module("transformers")  # another version than elsewhere
+# Another version than elsewhere.
+transformers: Any = importlib.import_module("transformers")
 _clip = jnp.clip
 
 
@@ -23,7 +24,8 @@ jnp.clip = _clip_by_old_names  # Flax's T5 calls it by names that JAX has given 
 
 
 def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
-    """A model with its parameters in `model.params`; `(params, batch) -> loss`; and the batch."""
+    """A model with its parameters in `model.params`; `(params, batch) -> loss`; and the
+    batch."""
     by_gpt = {
         "n_embd": comparison.DIM,
         "n_layer": comparison.LAYERS,
@@ -33,7 +35,9 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
     dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     match name:
         case "GPT-2":
-            config = transformers.GPT2Config(vocab_size=comparison.VOCABULARY, **by_gpt, **dropped)
+            config = transformers.GPT2Config(
+                vocab_size=comparison.VOCABULARY, **by_gpt, **dropped
+            )
             model: Any = transformers.FlaxGPT2LMHeadModel(config, seed=0)
         case "LLaMA":
             config = transformers.LlamaConfig(
@@ -50,7 +54,9 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
             config = transformers.GPTJConfig(
                 vocab_size=comparison.VOCABULARY, rotary_dim=rotary, **by_gpt, **dropped
             )
-            model = transformers.FlaxGPTJForCausalLM(config, input_shape=(1, comparison.LENGTH), seed=0)
+            model = transformers.FlaxGPTJForCausalLM(
+                config, input_shape=(1, comparison.LENGTH), seed=0
+            )
         case "OPT":
             config = transformers.OPTConfig(
                 vocab_size=comparison.VOCABULARY,
@@ -77,9 +83,16 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
             )
             model = transformers.FlaxT5ForConditionalGeneration(config, seed=0)
         case "BART":
-            of_each = {f"{part}_layers": comparison.LAYERS for part in ("encoder", "decoder")}
-            of_each |= {f"{part}_attention_heads": comparison.HEADS for part in ("encoder", "decoder")}
-            of_each |= {f"{part}_ffn_dim": comparison.MLP for part in ("encoder", "decoder")}
+            of_each = {
+                f"{part}_layers": comparison.LAYERS for part in ("encoder", "decoder")
+            }
+            of_each |= {
+                f"{part}_attention_heads": comparison.HEADS
+                for part in ("encoder", "decoder")
+            }
+            of_each |= {
+                f"{part}_ffn_dim": comparison.MLP for part in ("encoder", "decoder")
+            }
             config = transformers.BartConfig(
                 vocab_size=comparison.VOCABULARY,
                 d_model=comparison.DIM,

@@ -1,7 +1,9 @@
-"""EasyDeL 0.3.0: its LLaMA in the layout of its own rules over fsdp, in a plain step, with JAX 0.9.
+"""EasyDeL 0.3.0: its LLaMA in the layout of its own rules over fsdp, in a plain step,
+with JAX 0.9.
 
-Its GPT-2 fails at other widths than 768, and it has neither T5 nor BART. On data 2 x tensor 4 what leaves its
-step is laid out otherwise than what enters it, so that a compiled step cannot be repeated.
+Its GPT-2 fails at other widths than 768, and it has neither T5 nor BART. On data 2 x
+tensor 4 what leaves its step is laid out otherwise than what enters it, so that a
+compiled step cannot be repeated.
 """
 
 import comparison
@@ -28,14 +30,18 @@ def one(name: str) -> None:
         attn_dtype=jnp.float32,
     )
     with config.mesh:
-        plain = easydel.LlamaForCausalLM(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        plain = easydel.LlamaForCausalLM(
+            config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
+        )
         graph, params, rest = nnx.split(plain.shard_model(), nnx.Param, ...)
         optimizer = optax.adamw(comparison.LEARNING_RATE)
         opt_state = jax.jit(optimizer.init)(params)
 
         def loss(params, batch):
             logits = nnx.merge(graph, params, rest)(input_ids=batch[:, :-1]).logits
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch[:, 1:]
+            ).mean()
 
         def step(params, opt_state, batch):
             value, gradients = jax.value_and_grad(loss)(params, batch)
@@ -48,7 +54,11 @@ def one(name: str) -> None:
             name,
             MESH,
             jax.jit(step, donate_argnums=(0, 1)),
-            (params, opt_state, jax.device_put(comparison.tokens(comparison.LENGTH + 1), rows)),
+            (
+                params,
+                opt_state,
+                jax.device_put(comparison.tokens(comparison.LENGTH + 1), rows),
+            ),
             lambda output, given: (*output[:2], given[2]),
             lambda output: output[2],
         )

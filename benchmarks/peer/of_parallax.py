@@ -1,4 +1,5 @@
-"""google-parallax 0.0.2: the layouts of its automatic strategy for our models, in our step."""
+"""google-parallax 0.0.2: the layouts of its automatic strategy for our models, in our
+step."""
 
 import comparison
 import equinox as eqx
@@ -16,7 +17,9 @@ def one(name: str) -> None:
     model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
     specs = parallax(Case(name, model, case.loss_fn, case.batch))
     assert specs is not None, "it is not installed"
-    ours.measure(PEER, name, MESH, rx.make_mesh(tensor=4), overrides=list(specs.items()))
+    ours.measure(
+        PEER, name, MESH, rx.make_mesh(tensor=4), overrides=list(specs.items())
+    )
 
 
 if __name__ == "__main__":

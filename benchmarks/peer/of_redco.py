@@ -24,7 +24,9 @@ def one(name: str) -> None:
         params_sharding_rules=deployer.get_sharding_rules(model.params),
     )
     # Its steps take a batch as (data, rows of each, ...).
-    batch = jax.tree.map(lambda x: x.reshape(2, comparison.BATCH // 2, *x.shape[1:]), batch)
+    batch = jax.tree.map(
+        lambda x: x.reshape(2, comparison.BATCH // 2, *x.shape[1:]), batch
+    )
     trainer.setup_running_step(batch)
     with trainer.mesh:
         comparison.measure(

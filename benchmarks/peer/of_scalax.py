@@ -11,7 +11,8 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper  # type: ignore
 def one(name: str) -> None:
     model, loss, batch = flax_models.make(name)
     mesh = MeshShardingHelper([8], ["fsdp"])
-    rule = FSDPShardingRule(fsdp_axis_size=8, min_fsdp_size=2**14)  # what is small is whole, as ours
+    # What is small is whole, as ours.
+    rule = FSDPShardingRule(fsdp_axis_size=8, min_fsdp_size=2**14)
 
     optimizer = optax.adamw(comparison.LEARNING_RATE)
 
@@ -20,12 +21,20 @@ def one(name: str) -> None:
 
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state.params, batch)
-        return state.apply_gradients(grads=grads), {"loss": value, "grad_norm": optax.global_norm(grads)}
+        return state.apply_gradients(grads=grads), {
+            "loss": value,
+            "grad_norm": optax.global_norm(grads),
+        }
 
     state = mesh.sjit(make_state, out_shardings=rule)(model.params)
     layouts = jax.tree.map(lambda x: x.sharding, state)
     rows = jax.NamedSharding(mesh.mesh, jax.P("fsdp"))
-    jitted = jax.jit(step, in_shardings=(layouts, rows), out_shardings=(layouts, None), donate_argnums=0)
+    jitted = jax.jit(
+        step,
+        in_shardings=(layouts, rows),
+        out_shardings=(layouts, None),
+        donate_argnums=0,
+    )
     comparison.measure(
         "scalax 0.2.6",
         name,

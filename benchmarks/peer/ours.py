@@ -1,5 +1,5 @@
-"""This library: the layout by the traced program, layers as a list; scanned; and with the stream split over
-`tensor`, too, by its sequence."""
+"""This library: the layout by the traced program, layers as a list; scanned; and with
+the stream split over `tensor`, too, by its sequence."""
 
 import itertools
 import pathlib
@@ -20,25 +20,45 @@ import workloads
 
 def case_of(name: str, **options: Any) -> workloads.Case:
     return workloads.family_case(
-        name, workloads.Sizes(comparison.DIM, comparison.LAYERS, comparison.HEADS), **options
+        name,
+        workloads.Sizes(comparison.DIM, comparison.LAYERS, comparison.HEADS),
+        **options,
     )
 
 
-def measure(peer: str, name: str, mesh_name: str, mesh: Mesh, *, overrides: Any = (), **options: Any) -> None:
+def measure(
+    peer: str,
+    name: str,
+    mesh_name: str,
+    mesh: Mesh,
+    *,
+    overrides: Any = (),
+    **options: Any,
+) -> None:
     case = case_of(name, **options)
     optimizer, by_program = (
         optax.adamw(comparison.LEARNING_RATE),
         {"loss_fn": case.loss_fn, "batch": case.batch},
     )
-    model = rx.init_model(case.make_model, mesh, key=jax.random.key(0), overrides=overrides, **by_program)
+    model = rx.init_model(
+        case.make_model, mesh, key=jax.random.key(0), overrides=overrides, **by_program
+    )
     shardings = rx.shard_rules(model, mesh, overrides=overrides, **by_program)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     step = jax.jit(
-        partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings), donate_argnums=0
+        partial(
+            rx.train_step,
+            loss_fn=case.loss_fn,
+            optimizer=optimizer,
+            shardings=shardings,
+        ),
+        donate_argnums=0,
     )
     following = comparison.tokens(comparison.LENGTH + 1)
     batch: Any = (
-        {"source": comparison.tokens(), "target": following} if isinstance(case.batch, dict) else following
+        {"source": comparison.tokens(), "target": following}
+        if isinstance(case.batch, dict)
+        else following
     )
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
     comparison.measure(
@@ -61,13 +81,19 @@ PEERS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     comparison.start()
-    for (mesh_name, sizes), (peer, options) in itertools.product(comparison.MESHES.items(), PEERS.items()):
+    for (mesh_name, sizes), (peer, options) in itertools.product(
+        comparison.MESHES.items(), PEERS.items()
+    ):
         if "tensor" in sizes or "sequence_parallel" not in options:
             mesh = rx.make_mesh(**sizes)
-            comparison.each(peer, mesh_name, partial(_one, peer, mesh_name, mesh, options))
+            comparison.each(
+                peer, mesh_name, partial(_one, peer, mesh_name, mesh, options)
+            )
 
 
-def _one(peer: str, mesh_name: str, mesh: Mesh, options: dict[str, Any], name: str) -> None:
+def _one(
+    peer: str, mesh_name: str, mesh: Mesh, options: dict[str, Any], name: str
+) -> None:
     measure(peer, name, mesh_name, mesh, **options)
 
 

@@ -1,14 +1,16 @@
-"""Classification of digits, and of docstrings by kind (module, class, function); regression on their length.
+"""Classification of digits, and of docstrings by kind (module, class, function);
+regression on their length.
 
-    python examples/classification_regression/main.py                          # all three tasks
-    python examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
-    python examples/classification_regression/main.py --task classification --data SST_DIRECTORY --text sentence
-    python examples/classification_regression/main.py --task regression --data STS_DIRECTORY \\
+    python examples/classification_regression/main.py # all three tasks python
+    examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
+    python examples/classification_regression/main.py --task classification --data
+    SST_DIRECTORY --text sentence python examples/classification_regression/main.py
+    --task regression --data STS_DIRECTORY \\
         --text sentence1 sentence2 --label score
 
-A directory of text contains `train` and `dev` (or `validation`, or `test`), as .tsv, .csv, .jsonl or .parquet
-with named columns. The program prints each score beside that of a linear model on the same examples (on pixels,
-or on word counts).
+A directory of text contains `train` and `dev` (or `validation`, or `test`), as .tsv,
+.csv, .jsonl or .parquet with named columns. The program prints each score beside that
+of a linear model on the same examples (on pixels, or on word counts).
 """
 
 import itertools
@@ -35,13 +37,16 @@ import digits_data
 import table_data
 
 EPOCHS = {"digits": 20, "classification": 6, "regression": 6}
-VOCABULARY, LENGTH = 32768, 64  # hash buckets of words and pairs (0: nothing), words of a text
+# Hash buckets of words and pairs (0: nothing), words of a text.
+VOCABULARY, LENGTH = 32768, 64
 
-# ------------------------------------------------------------------------------------- the models
+# -------------------------------------------------------------------------------------
+# the models
 
 
 class TextModel(eqx.Module):
-    """A mean over words and pairs of words, as in fastText (Joulin et al. 2016), and two Linear layers."""
+    """A mean over words and pairs of words, as in fastText (Joulin et al. 2016), and
+    two Linear layers."""
 
     embedding: eqx.nn.Embedding
     norm: eqx.nn.LayerNorm
@@ -51,7 +56,9 @@ class TextModel(eqx.Module):
 
     def __init__(self, num_outputs: int, *, key: Any):
         embedding_key, up_key, head_key = jax.random.split(key, 3)
-        self.embedding = eqx.nn.Embedding(weight=0.1 * jax.random.normal(embedding_key, (VOCABULARY, 64)))
+        self.embedding = eqx.nn.Embedding(
+            weight=0.1 * jax.random.normal(embedding_key, (VOCABULARY, 64))
+        )
         self.norm = eqx.nn.LayerNorm(64)
         self.up = eqx.nn.Linear(64, 64, key=up_key)
         self.head = eqx.nn.Linear(64, num_outputs, key=head_key)
@@ -60,8 +67,11 @@ class TextModel(eqx.Module):
     def __call__(self, tokens: Array, *, key: Any) -> Float[Array, " num_outputs"]:
         """Return the outputs for one text."""
         keys = jax.random.split(key)
-        total = jnp.sum(jax.vmap(self.embedding)(tokens) * (tokens != 0)[:, None], axis=0)
-        x = self.dropout(self.norm(total), key=keys[0])  # after a norm, a sum is as good as the mean
+        total = jnp.sum(
+            jax.vmap(self.embedding)(tokens) * (tokens != 0)[:, None], axis=0
+        )
+        # After a norm, a sum is as good as the mean.
+        x = self.dropout(self.norm(total), key=keys[0])
         return self.head(self.dropout(jax.nn.relu(self.up(x)), key=keys[1]))
 
 
@@ -81,22 +91,30 @@ def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
     return eqx.nn.Sequential(layers)
 
 
-# --------------------------------------------------------------------------- the three functions
+# --------------------------------------------------------------------------- the three
+# functions
 
 
 def encode(x: Any) -> np.ndarray:
-    """Return an image with a channel dim, or the hashed words and pairs of neighbouring words of a text."""
+    """Return an image with a channel dim, or the hashed words and pairs of neighbouring
+    words of a text."""
     if isinstance(x, np.ndarray):
         return x[None]
-    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # gives the first word a pair, too
+    # `^` gives the first word a pair, too.
+    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]
     features = [*words, *map(" ".join, itertools.pairwise(words))]
-    tokens = [1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features]
+    tokens = [
+        1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features
+    ]
     return np.pad(np.array(tokens, np.int32), (0, 2 * LENGTH - len(tokens)))
 
 
 def collate_fn(examples: Sequence[tuple[Any, Any]]) -> dict[str, np.ndarray]:
     """Collate examples into a batch of NumPy arrays."""
-    return {"x": np.stack([encode(x) for x, _ in examples]), "y": np.array([y for _, y in examples])}
+    return {
+        "x": np.stack([encode(x) for x, _ in examples]),
+        "y": np.array([y for _, y in examples]),
+    }
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch num_outputs"]:
@@ -113,25 +131,40 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
 
 
-# ----------------------------------------------------------------------------------- the program
+# -----------------------------------------------------------------------------------
+# the program
 
 
 def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     """Return the held-out score after each epoch, and the score of a linear model."""
     is_digits = task == "digits"
-    train, held_out = digits_data.digits(args.data) if is_digits else table_data.read(task, args)
+    train, held_out = (
+        digits_data.digits(args.data) if is_digits else table_data.read(task, args)
+    )
     num_outputs = 1 if task == "regression" else 1 + max(y for _, y in train)
     make_model: Any = partial(image_model, len(train[0][0])) if is_digits else TextModel
     model_key, state_key = jax.random.split(jax.random.key(args.seed))
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
-    model = rx.init_model(lambda key: make_model(num_outputs, key=key), mesh, key=model_key, **program)
-    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
+    model = rx.init_model(
+        lambda key: make_model(num_outputs, key=key), mesh, key=model_key, **program
+    )
+    functions = {
+        "collate_fn": collate_fn,
+        "loss_fn": loss_fn,
+        "batch_size": args.batch_size,
+    }
     scoring: Any = {"predict_fn": predict_fn, "metric_fn": table_data.metric_fn}
     predictions = args.output and args.output / task
-    evaluation = rx.Evaluation(held_out, **functions, **scoring, predictions_directory=predictions)
+    evaluation = rx.Evaluation(
+        held_out, **functions, **scoring, predictions_directory=predictions
+    )
     num_epochs = args.epochs or EPOCHS[task]
-    num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
-    optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, num_steps), weight_decay=0.05)
+    num_steps = rx.num_train_steps(
+        len(train), batch_size=args.batch_size, num_epochs=num_epochs
+    )
+    optimizer = optax.adamw(
+        optax.cosine_decay_schedule(3e-3, num_steps), weight_decay=0.05
+    )
     print(f"{task}: {len(train)} examples, {len(held_out)} held out")
     _, history = rx.fit(
         rx.init_state(model, optimizer, key=state_key),
@@ -148,7 +181,9 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Return each task's score after each epoch, and the score of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=None)
-    parser.add_argument("--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="tasks to train (all)")
+    parser.add_argument(
+        "--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="tasks to train (all)"
+    )
     table_data.add_flags(parser)
     args, mesh = common.start(parser, argv)
     results = {task: learn(task, args, mesh) for task in args.task}

@@ -1,10 +1,12 @@
-"""An ordinary training script, for one host or many. The launchers in this folder start it.
+"""An ordinary training script, for one host or many. The launchers in this folder start
+it.
 
-    python examples/launch/train.py                                      # one process
-    srun --nodes=2 --ntasks-per-node=1 python examples/launch/train.py   # two, inside a SLURM job
+    python examples/launch/train.py # one process srun --nodes=2 --ntasks-per-node=1
+    python examples/launch/train.py # two, inside a SLURM job
 
-Only the first line of `main` is about many hosts, and it does nothing if there is a single process. The task is
-artificial: the model tells in which of eight directions a randomly rotated point lies.
+Only the first line of `main` is about many hosts, and it does nothing if there is a
+single process. The task is artificial: the model tells in which of eight directions a
+randomly rotated point lies.
 """
 
 import argparse
@@ -34,7 +36,8 @@ def loss_fn(model, batch, key):
 
 
 def make_examples(number, seed):
-    """Make all examples, in every process. A process collates only the rows of its own devices."""
+    """Make all examples, in every process. A process collates only the rows of its own
+    devices."""
     directions = np.random.default_rng(0).normal(size=(DIM, NUM_CLASSES))
     points = np.random.default_rng(seed).normal(size=(number, DIM)).astype(np.float32)
     return list(zip(points, (points @ directions).argmax(-1)))
@@ -43,16 +46,24 @@ def make_examples(number, seed):
 def main():
     """Train, evaluate, and print one line."""
     rx.initialize_distributed()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=1, help="devices that split each layer's matrices")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the stored parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="devices that split each layer's matrices"
+    )
+    parser.add_argument(
+        "--fsdp", type=int, default=1, help="devices that split the stored parameters"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
 
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
     examples = make_examples(2000, 1)
     model = rx.init_model(
-        lambda key: eqx.nn.MLP(DIM, NUM_CLASSES, 128, 2, activation=jax.nn.gelu, key=key),
+        lambda key: eqx.nn.MLP(
+            DIM, NUM_CLASSES, 128, 2, activation=jax.nn.gelu, key=key
+        ),
         mesh,
         key=jax.random.key(0),
         loss_fn=loss_fn,
@@ -73,8 +84,9 @@ def main():
     norm = jnp.sqrt(sum(jnp.sum(x * x) for x in state.params.values()))
     if jax.process_index() == 0:
         print(
-            f"{jax.process_count()} processes, {mesh.size} devices: loss {metrics['loss']:.6f}, "
-            f"accuracy {metrics['accuracy']:.4f}, norm of the parameters {norm:.6f}"
+            f"{jax.process_count()} processes, {mesh.size} devices: loss "
+            f"{metrics['loss']:.6f}, accuracy {metrics['accuracy']:.4f}, norm of the "
+            f"parameters {norm:.6f}"
         )
 
 

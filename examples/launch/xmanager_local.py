@@ -1,9 +1,12 @@
-"""Train in several processes on this machine with XManager's local executor, without Docker.
+"""Train in several processes on this machine with XManager's local executor, without
+Docker.
 
-    xmanager launch examples/launch/xmanager_local.py -- --num_processes=2 --arguments="--tensor 2"
+    xmanager launch examples/launch/xmanager_local.py -- --num_processes=2
+    --arguments="--tensor 2"
 
-XManager needs its own environment (`uv venv && uv pip install xmanager`), because its pinned versions conflict
-with those of other packages. `--python` is the interpreter of the environment with `redco_eqx`.
+XManager needs its own environment (`uv venv && uv pip install xmanager`), because its
+pinned versions conflict with those of other packages. `--python` is the interpreter of
+the environment with `redco_eqx`.
 """
 
 import pathlib
@@ -14,7 +17,9 @@ from absl import app, flags
 from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]
 
 _PYTHON = flags.DEFINE_string("python", "python", "Interpreter that has redco_eqx.")
-_SCRIPT = flags.DEFINE_string("script", str(pathlib.Path(__file__).with_name("train.py")), "What to run.")
+_SCRIPT = flags.DEFINE_string(
+    "script", str(pathlib.Path(__file__).with_name("train.py")), "What to run."
+)
 _ARGUMENTS = flags.DEFINE_string("arguments", "", "Arguments of the script.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "How many processes.")
 
@@ -32,7 +37,9 @@ def main(_):
             f"process_{i}": xm.Job(
                 executable,
                 executor=xm_local.Local(),
-                args=xm.SequentialArgs.from_collection([_SCRIPT.value, *shlex.split(_ARGUMENTS.value)]),
+                args=xm.SequentialArgs.from_collection(
+                    [_SCRIPT.value, *shlex.split(_ARGUMENTS.value)]
+                ),
                 env_vars={
                     "JAX_COORDINATOR_ADDRESS": address,
                     "JAX_NUM_PROCESSES": str(_NUM_PROCESSES.value),

@@ -1,11 +1,13 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): train only small branches beside the projections.
+"""Low-rank adaptation (LoRA, Hu et al. 2021): train only small branches beside the
+projections.
 
-    python examples/lora/main.py                  # a small LLaMA, made here of the standard library's code
-    python examples/lora/main.py --model llama-7b --data alpaca.json --targets q_proj v_proj
+    python examples/lora/main.py # a small LLaMA, made here of the standard library's
+    code python examples/lora/main.py --model llama-7b --data alpaca.json --targets
+    q_proj v_proj
 
-The model learns to write the signature that belongs to a docstring. Afterwards the branches are merged into the
-projections, so `--output` contains an ordinary checkpoint. Without `--model` the program also trains all
-parameters, for comparison.
+The model learns to write the signature that belongs to a docstring. Afterwards the
+branches are merged into the projections, so `--output` contains an ordinary checkpoint.
+Without `--model` the program also trains all parameters, for comparison.
 """
 
 import pathlib
@@ -30,9 +32,17 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def adapt(
-    model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any, **program: Any
+    model: Any,
+    mesh: Any,
+    *,
+    targets: tuple[str, ...],
+    rank: int,
+    scale: float,
+    key: Any,
+    **program: Any,
 ) -> Any:
-    """Add a branch beside each projection with one of these names, and shard the model on the mesh.
+    """Add a branch beside each projection with one of these names, and shard the model
+    on the mesh.
 
     Raises `ValueError` if a name matches no projection.
     """
@@ -46,18 +56,34 @@ def num_parameters(arrays: dict[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """Return the bits per byte of held-out answers (full, branches, merged) and the number of trained
-    parameters.
+    """Return the bits per byte of held-out answers (full, branches, merged) and the
+    number of trained parameters.
     """
     parser = common.flags(__doc__, batch_size=8, epochs=1)
-    parser.add_argument("--model", help="directory of a checkpoint; by default, a new model")
-    parser.add_argument("--data", help="JSON list of objects with instruction, output and optionally input")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, help="names of the projections to adapt")
+    parser.add_argument(
+        "--model", help="directory of a checkpoint; by default, a new model"
+    )
+    parser.add_argument(
+        "--data",
+        help="JSON list of objects with instruction, output and optionally input",
+    )
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        default=TARGETS,
+        help="names of the projections to adapt",
+    )
     parser.add_argument("--rank", type=int, default=8, help="rank of the branches")
-    parser.add_argument("--rate", type=float, help="learning rate (checkpoint: 3e-4, new model: 5e-3)")
-    parser.add_argument("--full-rate", type=float, help="learning rate of full training (--rate / 5)")
+    parser.add_argument(
+        "--rate", type=float, help="learning rate (checkpoint: 3e-4, new model: 5e-3)"
+    )
+    parser.add_argument(
+        "--full-rate", type=float, help="learning rate of full training (--rate / 5)"
+    )
     parser.add_argument("--length", type=int, default=128, help="tokens per example")
-    parser.add_argument("--compare", action="store_true", help="also train a checkpoint in full")
+    parser.add_argument(
+        "--compare", action="store_true", help="also train a checkpoint in full"
+    )
     args, mesh = common.start(parser, argv)
     rate = args.rate or (3e-4 if args.model else 5e-3)
     records = args.data and code_data.read_records(args.data)
@@ -83,10 +109,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     adapted = adapt(model, mesh, **branch, **program)
     print(rx.explain(adapted, mesh, **program))
-    state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=models.lora_spec(adapted))
+    state, (scores, bigram) = tune(
+        args, "branches", adapted, train, test, trainable=models.lora_spec(adapted)
+    )
 
     merged = rx.init_state(models.merge_lora(state.model), key=key)
-    metrics = rx.evaluate(merged, test, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
+    metrics = rx.evaluate(
+        merged, test, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size
+    )
     in_full = results["full"][0][-1] if results else bigram
     results |= {"branches": (scores, in_full), "merged": (metrics["loss"], scores[-1])}
     results["trained"] = num_parameters(state.params), num_parameters(merged.params)

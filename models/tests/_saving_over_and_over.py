@@ -1,6 +1,8 @@
-"""A program that saves its model to one directory over and over; `test_model_directories.py` starts several.
+"""A program that saves its model to one directory over and over;
+`test_model_directories.py` starts several.
 
-Its arguments: the directory to save to, that of its model, the function that saves, and how often it does.
+Its arguments: the directory to save to, that of its model, the function that saves, and
+how often it does.
 """
 
 import sys
@@ -21,4 +23,6 @@ for i in range(int(times)):
     if kind == "save_lora":
         models.save_lora(model, target)
     else:
-        models.save_pretrained(model, target, max_shard_bytes=10**9 if i % 2 else 20_000)
+        models.save_pretrained(
+            model, target, max_shard_bytes=10**9 if i % 2 else 20_000
+        )

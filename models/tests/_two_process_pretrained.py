@@ -1,4 +1,5 @@
-"""One of the two processes of `test_save_pretrained.py`; its argument is a directory."""
+"""One of the two processes of `test_save_pretrained.py`; its argument is a
+directory."""
 
 import json
 import pathlib
@@ -27,12 +28,16 @@ Stored.read = counting
 # The split goes over all four devices, so each process needs half of what is split.
 for form in ("list", "stacked"):
     log.clear()
-    model = load_pretrained(directory / "old", make_mesh(tensor=4), stacked=form == "stacked")
+    model = load_pretrained(
+        directory / "old", make_mesh(tensor=4), stacked=form == "stacked"
+    )
     held = 0
     for x in to_arrays(model).values():
         shards = {str(shard.index): shard.data.nbytes for shard in x.addressable_shards}
         held += sum(shards.values())
-    (directory / f"{form}{process}.json").write_text(json.dumps({"read": sum(log), "held": held}))
+    (directory / f"{form}{process}.json").write_text(
+        json.dumps({"read": sum(log), "held": held})
+    )
     save_pretrained(model, directory / form)
 
 if process == 0:

@@ -1,4 +1,5 @@
-"""Checkpoint directories by hand, from the description of the format, and what is expected of their models."""
+"""Checkpoint directories by hand, from the description of the format, and what is
+expected of their models."""
 
 import json
 from typing import Any
@@ -12,12 +13,22 @@ from redco_eqx._base.tree import to_arrays
 from redco_eqx_models._files.names import entries_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SIZE, VOCABULARY, LAYERS = 64, 128, 2  # so that some arrays are above the size at which fsdp splits
+# So that some arrays are above the size at which fsdp splits.
+SIZE, VOCABULARY, LAYERS = 64, 128, 2
 
 CONFIGS = {
     **{family: tiny_models.CONFIGS[family] for family in ("opt_125m", "gptj")},
-    "gpt2": {**tiny_models.CONFIGS["gpt2"], "n_embd": SIZE, "vocab_size": VOCABULARY, "n_positions": 8},
-    "llama": {**tiny_models.CONFIGS["llama"], "hidden_size": SIZE, "vocab_size": VOCABULARY},
+    "gpt2": {
+        **tiny_models.CONFIGS["gpt2"],
+        "n_embd": SIZE,
+        "vocab_size": VOCABULARY,
+        "n_positions": 8,
+    },
+    "llama": {
+        **tiny_models.CONFIGS["llama"],
+        "hidden_size": SIZE,
+        "vocab_size": VOCABULARY,
+    },
 }
 
 
@@ -30,7 +41,10 @@ def shapes_of(family, **entries):
 def make_arrays(family, dtype=np.float32, seed=0, **entries):
     rng = np.random.default_rng(seed)
     shapes = shapes_of(family, **entries)
-    return {key: rng.standard_normal(shape, np.float32).astype(dtype) for key, shape in shapes.items()}
+    return {
+        key: rng.standard_normal(shape, np.float32).astype(dtype)
+        for key, shape in shapes.items()
+    }
 
 
 def write(directory, family, arrays, *, num_files: int = 1, **entries: Any):
@@ -44,9 +58,15 @@ def write(directory, family, arrays, *, num_files: int = 1, **entries: Any):
     for i in range(num_files):
         keys = list(arrays)[i::num_files]
         name = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
-        save_file({key: arrays[key] for key in keys}, directory / name, metadata={"format": "pt"})
+        save_file(
+            {key: arrays[key] for key in keys},
+            directory / name,
+            metadata={"format": "pt"},
+        )
         weight_map |= dict.fromkeys(keys, name)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return directory
 
 
@@ -58,7 +78,8 @@ def edit_json(file, **entries):
 
 
 def in_file_form(model):
-    """A model's arrays as files have them: a layer of a stack by itself, fused matrices as one."""
+    """A model's arrays as files have them: a layer of a stack by itself, fused matrices
+    as one."""
     (stack,) = model.stacks
     arrays = {}
     for path, x in to_arrays(model).items():

@@ -25,7 +25,10 @@ def generate(inputs: Any, call: Any = models.generate, **more: Any) -> Any:
 
 # What is called, and what the message names, with `...` between. Of `TypeError`:
 CONFUSED: list[tuple[Any, str]] = [
-    (lambda: models.generate(STATE, BATCH["x"], max_new_tokens=2), "generate: model ... state.model"),
+    (
+        lambda: models.generate(STATE, BATCH["x"], max_new_tokens=2),
+        "generate: model ... state.model",
+    ),
     (lambda: generate("hello"), "inputs ... a str ... tokenizer("),
     (lambda: generate(["hello", "you"]), "inputs ... a list ... tokenizer("),
     (lambda: generate([[1, 2], [3, 4]]), "inputs ... a list ... np.array(ids)"),

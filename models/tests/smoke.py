@@ -42,7 +42,9 @@ def main(place: str) -> None:
         loaded = models.load_pretrained(directory, mesh, stacked=True)
         expected, found = rx.to_arrays(model), rx.to_arrays(loaded)
     assert len(expected) > 5
-    assert {path: x.dtype for path, x in found.items()} == {path: x.dtype for path, x in expected.items()}
+    assert {path: x.dtype for path, x in found.items()} == {
+        path: x.dtype for path, x in expected.items()
+    }
     for path, x in expected.items():
         np.testing.assert_array_equal(found[path], x, err_msg=path)
     tokens = models.generate(loaded, np.ones((8, 4), np.int32), max_new_tokens=2)

@@ -1,4 +1,5 @@
-"""The choice of attention for a program: cuDNN's where it is for a GPU that can, and nowhere else.
+"""The choice of attention for a program: cuDNN's where it is for a GPU that can, and
+nowhere else.
 
 The output of the GPU compiler is tested in `tests/aot`; the values, only on a GPU.
 """
@@ -11,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import mesh_of
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+)
 
 import redco_eqx as rx
 from redco_eqx_models._blocks.attention import attend, flash_attention
@@ -29,7 +36,12 @@ def on(mesh, *, heads=8, kv_heads=8, rows=8, size=64, dtype=jnp.bfloat16):
 def gpus(kind="NVIDIA H100 80GB HBM3", platform="gpu", **sizes):
     device = AbstractDevice(device_kind=kind, num_cores=132, platform=platform)
     axes = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
-    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)
+    return AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        (AxisType.Auto,) * len(axes),
+        abstract_device=device,
+    )
 
 
 def is_flash(mesh, **sizes):
@@ -73,19 +85,26 @@ def test_a_mask_a_bias_and_dropout_are_left_to_the_compiler():
     bias = jax.ShapeDtypeStruct((8, 8, 16, 16), jnp.bfloat16)
     dropout = {"dropout": eqx.nn.Dropout(0.1), "dropout_key": jax.random.key(0)}
     for options in ({}, {"mask": mask}, {"bias": bias}, dropout):
-        arrays, static = eqx.partition(options, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        arrays, static = eqx.partition(
+            options, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        )
 
         def run(arrays, *heads, static=static):
             return attend(*heads, **eqx.combine(arrays, static))
 
         program = str(jax.make_jaxpr(run)(arrays, *on(gpus())))
-        assert ("dot_product_attention_fwd" in program) == (not options and HAS_CUDNN), options
+        assert ("dot_product_attention_fwd" in program) == (
+            not options and HAS_CUDNN
+        ), options
 
 
 def test_gradients_of_each_example_are_taken():
     def loss(query, key, value):
-        # Of a loss that is linear in what attention gives, JAX 0.10 has no gradient of each example.
-        return jnp.sum(attend(query[None], key[None], value[None]).astype(jnp.float32) ** 2)
+        # Of a loss that is linear in what attention gives, JAX 0.10 has no gradient of
+        # each example.
+        return jnp.sum(
+            attend(query[None], key[None], value[None]).astype(jnp.float32) ** 2
+        )
 
     per_example = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)))
     shapes = [x.shape for x in jax.eval_shape(per_example, *on(gpus(), kv_heads=2))]
@@ -103,16 +122,25 @@ def test_on_a_gpu_it_is_the_same_function(causal, kv_heads):
     ]
 
     def loss(implementation, *given):
-        given = [x.astype(jnp.float32) for x in given] if implementation == "float32" else given
+        given = (
+            [x.astype(jnp.float32) for x in given]
+            if implementation == "float32"
+            else given
+        )
         name = "xla" if implementation == "float32" else implementation
         heads = attend(*given, causal=causal, implementation=name)
         return jnp.sum(heads.astype(jnp.float32) ** 2)
 
     def gradients(implementation):
-        return jax.jit(jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2)))(*given)
+        return jax.jit(
+            jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2))
+        )(*given)
 
     def away(some, exact):
-        some, exact = (jnp.concatenate([x.astype(jnp.float32).ravel() for x in y]) for y in (some, exact))
+        some, exact = (
+            jnp.concatenate([x.astype(jnp.float32).ravel() for x in y])
+            for y in (some, exact)
+        )
         return float(jnp.linalg.norm(some - exact) / jnp.linalg.norm(exact))
 
     exact = gradients("float32")

@@ -16,7 +16,8 @@ from redco_eqx_models import load_pretrained
 from redco_eqx_models._families.registry import LACKING as LACKS
 from redco_eqx_models._files.safetensors import Stored
 
-# Each takes the directory of a whole GPT-2 in one file, and its arrays, and damages them.
+# Each takes the directory of a whole GPT-2 in one file, and its arrays, and damages
+# them.
 
 
 def text(name, content):
@@ -36,7 +37,9 @@ def removed(name):
 
 
 def of_bytes(change):
-    return lambda directory, arrays: (directory / SINGLE).write_bytes(change((directory / SINGLE).read_bytes()))
+    return lambda directory, arrays: (directory / SINGLE).write_bytes(
+        change((directory / SINGLE).read_bytes())
+    )
 
 
 def of_arrays(change):
@@ -48,7 +51,9 @@ def arrays_with(key, x):
 
 
 def only_index(content):
-    return lambda directory, arrays: (directory / SINGLE).rename(directory / INDEX).write_text(content)
+    return lambda directory, arrays: (
+        (directory / SINGLE).rename(directory / INDEX).write_text(content)
+    )
 
 
 def in_three(change):
@@ -74,56 +79,139 @@ def another_head(arrays):
     return {**arrays, "lm_head.weight": head}
 
 
-TABLE, POSITIONS, BIAS = "transformer.wte.weight", "transformer.wpe.weight", "transformer.h.1.ln_1.bias"
+TABLE, POSITIONS, BIAS = (
+    "transformer.wte.weight",
+    "transformer.wpe.weight",
+    "transformer.h.1.ln_1.bias",
+)
 TWO = {POSITIONS, "transformer.h.1.attn.c_attn.bias"}
 LAYERS = r"config\.json in .* it has {} layers at transformer\.h, the files have {}"
 INDEX_OUTSIDE = json.dumps({"weight_map": {"a": "../b.safetensors"}})
+# A damage and its message.
 DAMAGES: list[tuple[Any, str]] = [
     # The configuration.
-    (text("config.json", "{'model_type': 'gpt2'}"), r"config\.json is not JSON: .*line 1"),
+    (
+        text("config.json", "{'model_type': 'gpt2'}"),
+        r"config\.json is not JSON: .*line 1",
+    ),
     (text("config.json", "[1]"), r"config\.json must be a JSON object, but is a list"),
     (text("config.json", "[" * 100_000), r"config\.json is not JSON"),
-    (entries(model_type="bloom"), r"model_type='bloom' is not known, only .*gpt2.*qwen3.*\. Pass family="),
-    *((entries(model_type=kind), f"'{kind}' is not supported: it needs .*family=") for kind in LACKS),
+    (
+        entries(model_type="bloom"),
+        r"model_type='bloom' is not known, only .*gpt2.*qwen3.*\. Pass family=",
+    ),
+    *(
+        (entries(model_type=kind), f"'{kind}' is not supported: it needs .*family=")
+        for kind in LACKS
+    ),
     (entries(model_type=["gpt2"]), r"model_type=\['gpt2'\] is not known"),
     (entries(quantization_config={"bits": 4}), "quantization_config is not supported"),
     (entries(n_layer=1), LAYERS.format(1, 2) + r"\. Take both from"),
     (entries(n_layer=3), LAYERS.format(3, 2)),
     (of_arrays(lambda arrays: {TABLE: arrays[TABLE]}), LAYERS.format(2, 0)),
-    (entries(vocab_size=10**12), r"vocab_size=10*, but it must be positive, and less than 2\*\*30"),
+    (
+        entries(vocab_size=10**12),
+        r"vocab_size=10*, but it must be positive, and less than 2\*\*30",
+    ),
     (entries(n_embd=2**29), r"c_attn\.bias \[192\] instead of \[1610612736\]"),
-    (entries(model_type="vit", num_labels=10**9), r"num_labels=10*, but it must be an integer from 1 to 2"),
-    (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
-     r"generation_config\.json: eos_token_id=\['</s>'\], but it must be: int or list of int or null"),
+    (
+        entries(model_type="vit", num_labels=10**9),
+        r"num_labels=10*, but it must be an integer from 1 to 2",
+    ),
+    (
+        text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+        r"generation_config\.json: eos_token_id=\['</s>'\], but it must be: "
+        r"int or list of int or null",
+    ),
     # The files.
-    (renamed("pytorch_model.bin"), r"only as a pickle, pytorch_model\.bin.*could run any code"),
-    (renamed("gpt2.Q4_K_M.gguf"), r"only as gpt2\.Q4_K_M\.gguf, a format of llama\.cpp"),
-    (of_bytes(lambda x: x[:-100]), r"model\.safetensors is not a whole safetensors file, \d+ bytes"),
-    (of_bytes(lambda x: b""), r"model\.safetensors is not a whole safetensors file, 0 bytes"),
-    (of_bytes(lambda x: x[:20] + b"\xff" * 20 + x[40:]), r"model\.safetensors is not a whole safetensors file"),
-    (in_three(table_in), r"without them: transformer\.wte\.weight \(model-00002-of-00003\.safetensors\)"),
-    (only_index(INDEX_OUTSIDE), r"index\.json puts a into '\.\./b\.safetensors', which is not the name of"),
+    (
+        renamed("pytorch_model.bin"),
+        r"only as a pickle, pytorch_model\.bin.*could run any code",
+    ),
+    (
+        renamed("gpt2.Q4_K_M.gguf"),
+        r"only as gpt2\.Q4_K_M\.gguf, a format of llama\.cpp",
+    ),
+    (
+        of_bytes(lambda x: x[:-100]),
+        r"model\.safetensors is not a whole safetensors file, \d+ bytes",
+    ),
+    (
+        of_bytes(lambda x: b""),
+        r"model\.safetensors is not a whole safetensors file, 0 bytes",
+    ),
+    (
+        of_bytes(lambda x: x[:20] + b"\xff" * 20 + x[40:]),
+        r"model\.safetensors is not a whole safetensors file",
+    ),
+    (
+        in_three(table_in),
+        r"without them: transformer\.wte\.weight \(model-00002-of-00003\.safetensors\)",
+    ),
+    (
+        only_index(INDEX_OUTSIDE),
+        r"index\.json puts a into '\.\./b\.safetensors', which is not the name of",
+    ),
     (only_index("{}"), r"index\.json has no weight_map"),
     # The arrays.
-    (of_arrays(lambda arrays: {key: x for key, x in arrays.items() if key not in TWO}),
-     r"GPT2LMHeadModel.*\n  2 missing: transformer\.wpe\.weight \[8, 64\], "
-     r"transformer\.h\.1\.attn\.c_attn\.bias \[192\]$"),
-    (of_arrays(lambda arrays: {BIAS: arrays[BIAS]}), r"\n  27 missing: ([\w.]+ \[[\d, ]+\], ){10}and 17 more$"),
-    (arrays_with("more.weight", np.zeros((2, 3), "f4")), r"\n  1 unexpected: more\.weight \[2, 3\]$"),
-    (arrays_with("transformer.h.0.attn.c_attn.weight", np.zeros((3 * SIZE, SIZE), np.float32)),
-     r"\n  1 of a wrong shape: .*0\.attn\.c_attn\.weight \[192, 64\] instead of \[64, 192\] in model\.safet"),
-    (arrays_with(POSITIONS, np.zeros((8, SIZE), "i1")), r"\n  1 of an unsupported dtype: .*\.wpe\.weight I8$"),
-    (arrays_with(POSITIONS, np.zeros((8, SIZE), "f8")), r"\.wpe\.weight is float64 in .*dtype=jnp\.float32"),
-    (of_arrays(lambda arrays: {**arrays, "wpe.weight": arrays[POSITIONS]}),
-     r"1 there twice: transformer\.wpe\.weight as (transformer\.)?wpe\.weight and as "),
-    (of_arrays(another_head), r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$"),
-]  # a table: a damage and its message  # fmt: skip
+    (
+        of_arrays(
+            lambda arrays: {key: x for key, x in arrays.items() if key not in TWO}
+        ),
+        r"GPT2LMHeadModel.*\n  2 missing: transformer\.wpe\.weight \[8, 64\], "
+        r"transformer\.h\.1\.attn\.c_attn\.bias \[192\]$",
+    ),
+    (
+        of_arrays(lambda arrays: {BIAS: arrays[BIAS]}),
+        r"\n  27 missing: ([\w.]+ \[[\d, ]+\], ){10}and 17 more$",
+    ),
+    (
+        arrays_with("more.weight", np.zeros((2, 3), "f4")),
+        r"\n  1 unexpected: more\.weight \[2, 3\]$",
+    ),
+    (
+        arrays_with(
+            "transformer.h.0.attn.c_attn.weight", np.zeros((3 * SIZE, SIZE), np.float32)
+        ),
+        r"\n  1 of a wrong shape: .*0\.attn\.c_attn\.weight \[192, 64\] "
+        r"instead of \[64, 192\] in model\.safet",
+    ),
+    (
+        arrays_with(POSITIONS, np.zeros((8, SIZE), "i1")),
+        r"\n  1 of an unsupported dtype: .*\.wpe\.weight I8$",
+    ),
+    (
+        arrays_with(POSITIONS, np.zeros((8, SIZE), "f8")),
+        r"\.wpe\.weight is float64 in .*dtype=jnp\.float32",
+    ),
+    (
+        of_arrays(lambda arrays: {**arrays, "wpe.weight": arrays[POSITIONS]}),
+        r"1 there twice: transformer\.wpe\.weight as "
+        r"(transformer\.)?wpe\.weight and as ",
+    ),
+    (
+        of_arrays(another_head),
+        r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$",
+    ),
+]
 LACKING: list[tuple[Any, str]] = [
-    (lambda directory, arrays: shutil.rmtree(directory), "is not a directory.*snapshot_download"),
+    (
+        lambda directory, arrays: shutil.rmtree(directory),
+        "is not a directory.*snapshot_download",
+    ),
     (removed("config.json"), "has no config.json"),
-    (removed(SINGLE), r"neither model\.safetensors nor model\.safetensors\.index\.json"),
-    (renamed("model.fp16.safetensors"), r"but model\.fp16\.safetensors\. If .*rename it to model\.safetensors"),
-    (in_three(lambda file, _: file.unlink()), r"index\.json names model-00002-of-00003\.safetensors, but"),
+    (
+        removed(SINGLE),
+        r"neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    (
+        renamed("model.fp16.safetensors"),
+        r"but model\.fp16\.safetensors\. If .*rename it to model\.safetensors",
+    ),
+    (
+        in_three(lambda file, _: file.unlink()),
+        r"index\.json names model-00002-of-00003\.safetensors, but",
+    ),
 ]
 
 
@@ -133,7 +221,13 @@ def test_bad_checkpoints(tmp_path, stacked):
         for i, (damage, message) in enumerate(cases):
             arrays, directory = make_arrays("gpt2"), tmp_path / f"{error.__name__}{i}"
             damage(write(directory, "gpt2", arrays), arrays)
-            raised(error, load_pretrained, directory, stacked=stacked, match=f"(?s){message}")
+            raised(
+                error,
+                load_pretrained,
+                directory,
+                stacked=stacked,
+                match=f"(?s){message}",
+            )
 
 
 def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
@@ -144,7 +238,13 @@ def test_bad_arguments_before_anything_is_read(tmp_path, monkeypatch):
         ({"dtype": "halves"}, "dtype='halves' is not a dtype"),
         ({"dtype": np.float64}, "dtype=float64 needs"),
         ({"overrides": [("transformer.h.9.*", P())]}, "matches no array"),
-        ({"overrides": [("transformer.wte.weight", P("rows"))]}, "axis: rows .* is not found in mesh"),
-        ({"pad_vocabulary_to": 0}, "pad_vocabulary: multiple=0, but it must be positive"),
+        (
+            {"overrides": [("transformer.wte.weight", P("rows"))]},
+            "axis: rows .* is not found in mesh",
+        ),
+        (
+            {"pad_vocabulary_to": 0},
+            "pad_vocabulary: multiple=0, but it must be positive",
+        ),
     ]
     assert_refused(lambda arguments: load_pretrained(tmp_path, **arguments), cases)

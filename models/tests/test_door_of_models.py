@@ -1,4 +1,5 @@
-"""The first hour with models: each mistake is refused before a step, and the message names what it must."""
+"""The first hour with models: each mistake is refused before a step, and the message
+names what it must."""
 
 import pathlib
 

@@ -1,4 +1,5 @@
-"""`generate` against passes with no cache, and the distributions asked for; promises of both searches."""
+"""`generate` against passes with no cache, and the distributions asked for; promises of
+both searches."""
 
 import dataclasses
 import functools
@@ -28,15 +29,24 @@ from redco_eqx_models._generate.sampling import candidates, sample
 PROMPT, NEW, PAD = 6, 8, 63
 LENGTHS = (6, 3, 1, 5)
 """The numbers of real tokens in the rows."""
-ROWS = np.random.default_rng(0).integers(2, VOCABULARY - 1, (4, PROMPT)).astype(np.int32)
-OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": (), "pad_token_id": PAD}
+ROWS = (
+    np.random.default_rng(0).integers(2, VOCABULARY - 1, (4, PROMPT)).astype(np.int32)
+)
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "eos_token_id": (),
+    "pad_token_id": PAD,
+}
 SHORT = {"gpt2": {"n_positions": PROMPT + NEW}}
 
-model_of = functools.cache(lambda name, stacked=True: telling(name, stacked=stacked, **SHORT.get(name, {})))
+model_of = functools.cache(
+    lambda name, stacked=True: telling(name, stacked=stacked, **SHORT.get(name, {}))
+)
 
 
 def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
-    """The first tokens of each row, padded with tokens that mean something, and the mask."""
+    """The first tokens of each row, padded with tokens that mean something, and the
+    mask."""
     ids, mask = np.full_like(ROWS, 7), np.zeros_like(ROWS)
     for row, length in enumerate(LENGTHS):
         where = slice(PROMPT - length, None) if side == "left" else slice(length)
@@ -46,15 +56,21 @@ def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
 
 @eqx.filter_jit
 def log_probabilities(model: Any, text: Any, *source: Any) -> Any:
-    """Those of each next token, in one pass with no cache. `source` is the text of an encoder, and its mask."""
+    """Those of each next token, in one pass with no cache. `source` is the text of an
+    encoder, and its mask."""
     logits = model(source[0], text, attention_mask=source[1]) if source else model(text)
     return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def continued(model: Any, prompt: Any, lengths: Any, *source: Any) -> np.ndarray:
-    """The greedy continuation of each row: one pass for each token over the text so far, with no cache. What
-    stands after the text is of no account to a causal model."""
-    text, rows, ends = np.zeros((4, PROMPT + NEW), np.int32), np.arange(4), np.array(lengths)
+    """The greedy continuation of each row: one pass for each token over the text so
+    far, with no cache. What stands after the text is of no account to a causal
+    model."""
+    text, rows, ends = (
+        np.zeros((4, PROMPT + NEW), np.int32),
+        np.arange(4),
+        np.array(lengths),
+    )
     text[:, : prompt.shape[1]] = prompt
     for _ in range(NEW):
         logs = np.asarray(log_probabilities(model, text, *source))[rows, ends - 1]
@@ -70,24 +86,35 @@ def greedy(name: str, stacked: bool = True) -> np.ndarray:
     """The greedy continuations of the padded rows, or the texts about them."""
     if name != "t5":
         return continued(model_of(name, stacked), ROWS, LENGTHS)
-    return continued(model_of(name, stacked), np.zeros((4, 1), np.int32), [1] * 4, *padded("right"))
+    return continued(
+        model_of(name, stacked), np.zeros((4, 1), np.int32), [1] * 4, *padded("right")
+    )
 
 
 # Greedy.
 
 
-@pytest.mark.parametrize(("name", "stacked"), [("mistral", True), ("gpt2", False), ("t5", True)])
+@pytest.mark.parametrize(
+    ("name", "stacked"), [("mistral", True), ("gpt2", False), ("t5", True)]
+)
 def test_cached_equals_uncached(name, stacked):
     model, expected = model_of(name, stacked), np.array(greedy(name, stacked))
     assert len(np.unique(expected)) > NEW // 2, "the model says always the same"
     for side in ("left", "right"):
         ids, mask = padded(side)
-        np.testing.assert_array_equal(generate(model, ids, attention_mask=mask, **OPTIONS), expected)
-    for padding in (VOCABULARY + 5, -100):  # a padding token need not be in the vocabulary
+        np.testing.assert_array_equal(
+            generate(model, ids, attention_mask=mask, **OPTIONS), expected
+        )
+    # A padding token need not be in the vocabulary.
+    for padding in (VOCABULARY + 5, -100):
         other = np.where(mask == 1, ids, padding)
-        np.testing.assert_array_equal(generate(model, other, attention_mask=mask, **OPTIONS), expected)
+        np.testing.assert_array_equal(
+            generate(model, other, attention_mask=mask, **OPTIONS), expected
+        )
     mask[1], expected[1] = 0, PAD  # a row without tokens harms no other
-    np.testing.assert_array_equal(generate(model, ids, attention_mask=mask, **OPTIONS), expected)
+    np.testing.assert_array_equal(
+        generate(model, ids, attention_mask=mask, **OPTIONS), expected
+    )
     if name == "gpt2":
         whole = generate(model, ROWS, attention_mask=np.ones_like(ROWS), **OPTIONS)
         np.testing.assert_array_equal(generate(model, ROWS, **OPTIONS), whole)
@@ -97,7 +124,9 @@ def test_the_cache_has_the_dtype_of_the_model():
     for dtype in (jnp.float32, jnp.bfloat16):
         model = telling("mistral", dtype=dtype)
         prompt = Prompt(jnp.asarray(ROWS), jnp.ones(ROWS.shape, bool))
-        _, cache = eqx.filter_eval_shape(lambda m, prompt: prefill(m, prompt, NEW)[:2], model, prompt)
+        _, cache = eqx.filter_eval_shape(
+            lambda m, prompt: prefill(m, prompt, NEW)[:2], model, prompt
+        )
         assert cache.key.dtype == cache.value.dtype == dtype
 
 
@@ -116,10 +145,18 @@ def test_padding_follows_the_end_and_both_are_those_of_generation_config():
     ids, mask = padded("left")
     found = generate(several, ids, attention_mask=mask, max_new_tokens=NEW)
     np.testing.assert_array_equal(found, expected)
-    endless = changed(model, config=dataclasses.replace(model.config, eos_token_id=None))
+    endless = changed(
+        model, config=dataclasses.replace(model.config, eos_token_id=None)
+    )
     for given, arguments, wanted in [
-        *((several, *case) for case in (((None, None), (ends, PAD)), (((), None), ((), PAD)))),
-        *((several, (x, 6), ((5, 7), 6)) for x in ((5, 7), np.array([5, 7]), [np.int64(5), 7])),
+        *(
+            (several, *case)
+            for case in (((None, None), (ends, PAD)), (((), None), ((), PAD)))
+        ),
+        *(
+            (several, (x, 6), ((5, 7), 6))
+            for x in ((5, 7), np.array([5, 7]), [np.int64(5), 7])
+        ),
         *((several, (x, None), ((0,), PAD)) for x in (0, np.int64(0), np.array(0))),
         (configured(eos_token_id=3), (None, None), ((3,), 3)),
         (configured(eos_token_id=None), (None, None), ((2,), 2)),  # that of config.json
@@ -148,7 +185,9 @@ def test_the_encoder_runs_once_and_the_loop_stops_when_all_have_ended():
     for search in (generate, functools.partial(beam_search, num_beams=2)):
         for ends, most in (((), NEW), (range(VOCABULARY), 2)):
             calls.clear()
-            jax.block_until_ready(search(model, ROWS, max_new_tokens=NEW, eos_token_id=ends))
+            jax.block_until_ready(
+                search(model, ROWS, max_new_tokens=NEW, eos_token_id=ends)
+            )
             jax.effects_barrier()
             num = calls.count("logits")
             assert sorted(calls) == ["encoder", *["logits"] * num, "memory"]
@@ -171,44 +210,72 @@ def test_which_tokens_may_be_drawn():
         (None, 0.59, [1, 2]),
         (None, 0.61, [1, 2, 3]),
         (None, 1.0, [1, 2, 3, 0, 4]),
-        # top_p counts the probability among the top_k: 0.4 and 0.2 become two thirds and one third.
+        # top_p counts the probability among the top_k: 0.4 and 0.2 become two thirds
+        # and one third.
         (2, 0.65, [1]),
         (2, 0.68, [1, 2]),
     ]
-    for given, k, p, expected in [*((logits, *case) for case in cases), (equal, None, 0.5, [0, 1, 2])]:
+    for given, k, p, expected in [
+        *((logits, *case) for case in cases),
+        (equal, None, 0.5, [0, 1, 2]),
+    ]:
         scores, tokens = candidates(given[None], top_k=k, top_p=p)
         assert tokens[scores > -jnp.inf].tolist() == expected, (k, p)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable():
     model, num, temperature, top_k = model_of("mistral"), 4000, 2.0, 5
-    ids, options = np.broadcast_to(ROWS[0], (num, PROMPT)), {"temperature": temperature, "top_k": top_k}
-    new = np.asarray(generate(model, ids, max_new_tokens=1, key=jax.random.key(3), **options))
-    logs = np.asarray(log_probabilities(model, np.pad(ROWS, [(0, 0), (0, NEW)])), np.float64)[0, PROMPT - 1]
+    ids, options = (
+        np.broadcast_to(ROWS[0], (num, PROMPT)),
+        {"temperature": temperature, "top_k": top_k},
+    )
+    new = np.asarray(
+        generate(model, ids, max_new_tokens=1, key=jax.random.key(3), **options)
+    )
+    logs = np.asarray(
+        log_probabilities(model, np.pad(ROWS, [(0, 0), (0, NEW)])), np.float64
+    )[0, PROMPT - 1]
     allowed = sorted(np.argsort(logs)[-top_k:])
     counts = np.bincount(new[:, 0], minlength=VOCABULARY)[allowed]
     assert counts.sum() == num
-    # By Pearson's test the true distribution has a lower p-value once in a million; another temperature always.
+    # By Pearson's test the true distribution has a lower p-value once in a million;
+    # another temperature always.
     weights = [np.exp(logs[allowed] / t) for t in (temperature, 1.0)]
     right, wrong = (stats.chisquare(counts, num * x / x.sum()).pvalue for x in weights)
     assert wrong < 1e-6 < right
 
 
 def test_ties_are_broken_as_argmax_does_and_low_temperatures_do_not_overflow():
-    logits = jnp.asarray(np.random.default_rng(0).integers(-50, 50, (64, 50)), jnp.float32)
+    logits = jnp.asarray(
+        np.random.default_rng(0).integers(-50, 50, (64, 50)), jnp.float32
+    )
     assert np.any(np.sum(logits == logits.max(axis=1, keepdims=True), axis=1) > 1)
-    for temperature, top_k, top_p in [(1.0, 1, None), (9.0, None, 1e-6), (1e-30, 1, 0.5)]:
-        drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, key=jax.random.key(0))
+    for temperature, top_k, top_p in [
+        (1.0, 1, None),
+        (9.0, None, 1e-6),
+        (1e-30, 1, 0.5),
+    ]:
+        drawn = sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            key=jax.random.key(0),
+        )
         np.testing.assert_array_equal(drawn, np.argmax(logits, axis=1))
     logits = logits + jnp.arange(50) / 100  # without ties
-    drawn = sample(logits, temperature=1e-37, top_k=None, top_p=None, key=jax.random.key(0))
+    drawn = sample(
+        logits, temperature=1e-37, top_k=None, top_p=None, key=jax.random.key(0)
+    )
     np.testing.assert_array_equal(drawn, np.argmax(logits, axis=1))
 
 
 def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
     def draw(seed: int, num: int) -> np.ndarray:
         options: Any = {**OPTIONS, "max_new_tokens": num, "key": jax.random.key(seed)}
-        return np.asarray(generate(model_of("mistral"), ROWS[[0, 0, 1]], temperature=1e6, **options))
+        return np.asarray(
+            generate(model_of("mistral"), ROWS[[0, 0, 1]], temperature=1e6, **options)
+        )
 
     first = draw(0, NEW)
     np.testing.assert_array_equal(first, draw(0, NEW))
@@ -223,7 +290,11 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
 
 def test_no_rows_have_no_texts():
     drawn = {"temperature": 1.0, "top_k": 3, "key": jax.random.key(0)}
-    searches: list[tuple[Any, Any]] = [(generate, {}), (generate, drawn), (beam_search, {"num_beams": 2})]
+    searches: list[tuple[Any, Any]] = [
+        (generate, {}),
+        (generate, drawn),
+        (beam_search, {"num_beams": 2}),
+    ]
     for search, options in searches:
         found = search(model_of("gpt2", False), ROWS[:0], max_new_tokens=NEW, **options)
         assert {(x.shape[0], x.size) for x in jax.tree.leaves(found)} == {(0, 0)}
@@ -235,11 +306,20 @@ def test_compiles_once_for_all_prompts_weights_keys_and_penalties():
     other = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, model)
 
     def draw(model: Any, ids: Any, mask: Any, seed: int) -> Any:
-        options: Any = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 3, "key": jax.random.key(seed)}
+        options: Any = {
+            "max_new_tokens": 3,
+            "temperature": 1.0,
+            "top_k": 3,
+            "key": jax.random.key(seed),
+        }
         return generate(model, ids, attention_mask=mask, **options)
 
     def find(model: Any, ids: Any, mask: Any, seed: int) -> Any:
-        options: Any = {"max_new_tokens": 3, "num_beams": 2, "length_penalty": seed + 0.3}
+        options: Any = {
+            "max_new_tokens": 3,
+            "num_beams": 2,
+            "length_penalty": seed + 0.3,
+        }
         return beam_search(model, ids, attention_mask=mask, **options)
 
     for function in (draw, find):
@@ -249,15 +329,25 @@ def test_compiles_once_for_all_prompts_weights_keys_and_penalties():
         assert not compiled
 
 
-@pytest.mark.parametrize(("name", "axes"), [("mistral", {"tensor": 4}), ("t5", {"tensor": 2, "fsdp": 2})])
+@pytest.mark.parametrize(
+    ("name", "axes"), [("mistral", {"tensor": 4}), ("t5", {"tensor": 2, "fsdp": 2})]
+)
 def test_predict_on_a_mesh_equals_one_device(name, axes):
     """In float64, in which no tie decides; and 5 examples fill no batch of 4."""
-    rows = np.random.default_rng(1).integers(1, VOCABULARY, (5, PROMPT)).astype(np.int32)
+    rows = (
+        np.random.default_rng(1).integers(1, VOCABULARY, (5, PROMPT)).astype(np.int32)
+    )
     rows[:, 0] = [0, 3, 0, 2, 0]
-    drawn: Any = {"temperature": 1.0, "top_k": 5, "top_p": 0.9} if name == "mistral" else {}
+    drawn: Any = (
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9} if name == "mistral" else {}
+    )
 
     def predict_fn(model: Any, ids: Any, key: Any) -> Any:
-        options: Any = {"attention_mask": ids != 0, "max_new_tokens": NEW, "eos_token_id": (5, 9)}
+        options: Any = {
+            "attention_mask": ids != 0,
+            "max_new_tokens": NEW,
+            "eos_token_id": (5, 9),
+        }
         found = beam_search(model, ids, num_beams=3, **options)
         text = generate(model, ids, **drawn, key=key if drawn else None, **options)
         return {"text": text, "tokens": found.tokens, "scores": found.scores}
@@ -268,7 +358,9 @@ def test_predict_on_a_mesh_equals_one_device(name, axes):
         for mesh in (rx.make_mesh(data=1), rx.make_mesh(**axes)):
             placed = eqx.filter_shard(model, rx.shard_rules(model, mesh))
             state = rx.init_state(placed, key=jax.random.key(5))
-            found = rx.predict(state, rows, collate_fn=np.stack, predict_fn=predict_fn, batch_size=4)
+            found = rx.predict(
+                state, rows, collate_fn=np.stack, predict_fn=predict_fn, batch_size=4
+            )
             results.append({key: np.stack([x[key] for x in found]) for key in found[0]})
     one, other = results
     assert one["tokens"].shape == (5, 3, NEW)
@@ -279,13 +371,24 @@ def test_predict_on_a_mesh_equals_one_device(name, axes):
     np.testing.assert_allclose(other["scores"], one["scores"], rtol=1e-7)
 
 
-def collectives_of_a_step(model: Any, mesh: Any, num_rows: int, search: Any) -> list[tuple[str, Any, Any]]:
-    """Kind, axes and shapes of what one token communicates. The model and the prompt are abstract."""
+def collectives_of_a_step(
+    model: Any, mesh: Any, num_rows: int, search: Any
+) -> list[tuple[str, Any, Any]]:
+    """Kind, axes and shapes of what one token communicates. The model and the prompt
+    are abstract."""
     struct, layout = jax.ShapeDtypeStruct, rx.shard_rules(model, mesh)
-    placed = jax.tree.map(lambda x, s: x if s is None else struct(x.shape, x.dtype, sharding=s), model, layout)
-    arrays, static = eqx.partition(placed, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    placed = jax.tree.map(
+        lambda x, s: x if s is None else struct(x.shape, x.dtype, sharding=s),
+        model,
+        layout,
+    )
+    arrays, static = eqx.partition(
+        placed, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
     divides = num_rows % (mesh.size // mesh.shape["tensor"]) == 0
-    sharding = rx.batch_sharding(mesh) if divides else NamedSharding(mesh, PartitionSpec())
+    sharding = (
+        rx.batch_sharding(mesh) if divides else NamedSharding(mesh, PartitionSpec())
+    )
     ids = jax.ShapeDtypeStruct((num_rows, PROMPT), jnp.int32, sharding=sharding)
 
     @jax.jit
@@ -295,7 +398,9 @@ def collectives_of_a_step(model: Any, mesh: Any, num_rows: int, search: Any) -> 
         return search(model, ids, max_new_tokens=NEW, eos_token_id=3, **options)
 
     found = communication(run.lower(arrays, ids, jax.random.key(0)).compile(), mesh)
-    return sorted((c.kind, c.axes, c.shapes) for c in found if "while/body" in c.operation)
+    return sorted(
+        (c.kind, c.axes, c.shapes) for c in found if "while/body" in c.operation
+    )
 
 
 generate_drawn = functools.partial(generate, temperature=1.0, top_p=0.9)
@@ -309,41 +414,79 @@ beams_of_5 = functools.partial(beam_search, num_beams=5)
         # The best of each shard and which it is; all logits where they are drawn from.
         ("llama", 4, generate, ["f32[2,1,32]"] * 3, ["f32[2,4]", "s32[2,4]"]),
         ("llama", 4, generate_drawn, ["f32[2,1,32]"] * 3 + ["f32[2]"], ["f32[2,1024]"]),
-        # Two numbers a beam for the softmax; nothing is gathered over `data`, nor is the memory or any cache.
-        ("t5", 4, beams_of_5, ["f32[2,5,32]"] * 4 + ["f32[2,5]"] * 2, ["f32[2,40]", "s32[2,40]"]),
-        *in_long(("llama", 3, beams_of_5, ["f32[3,5,32]"] * 3 + ["f32[3,5]"] * 2, ["f32[3,40]", "s32[3,40]"])),
+        # Two numbers a beam for the softmax; nothing is gathered over `data`, nor is
+        # the memory or any cache.
+        (
+            "t5",
+            4,
+            beams_of_5,
+            ["f32[2,5,32]"] * 4 + ["f32[2,5]"] * 2,
+            ["f32[2,40]", "s32[2,40]"],
+        ),
+        *in_long(
+            (
+                "llama",
+                3,
+                beams_of_5,
+                ["f32[3,5,32]"] * 3 + ["f32[3,5]"] * 2,
+                ["f32[3,40]", "s32[3,40]"],
+            )
+        ),
     ],
 )
-def test_a_token_costs_two_sums_a_layer_and_candidates(name, num_rows, search, sums, others):
+def test_a_token_costs_two_sums_a_layer_and_candidates(
+    name, num_rows, search, sums, others
+):
     """On data 2 x tensor 4, and one for the embedding; three with an encoder."""
     layers: Any = {"num_hidden_layers": 1} if name == "llama" else {"num_layers": 1}
     model = abstract(name, vocab_size=1024, **layers)
     found = collectives_of_a_step(model, rx.make_mesh(tensor=4), num_rows, search)
     assert {axes for _, axes, _ in found} == {("tensor",)}
-    assert [shapes for kind, _, shapes in found if kind == "all-reduce"] == sorted((x,) for x in sums)
-    assert [shapes for kind, _, shapes in found if kind != "all-reduce"] == [(x,) for x in others]
+    assert [shapes for kind, _, shapes in found if kind == "all-reduce"] == sorted(
+        (x,) for x in sums
+    )
+    assert [shapes for kind, _, shapes in found if kind != "all-reduce"] == [
+        (x,) for x in others
+    ]
 
 
 def test_over_fsdp_only_weights_are_gathered():
-    """Neither activations nor the cache; and what goes over `tensor` is as without it."""
+    """Neither activations nor the cache; and what goes over `tensor` is as without
+    it."""
     mesh = rx.make_mesh(tensor=2, fsdp=2)
-    model = abstract("llama", vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    model = abstract(
+        "llama",
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+    )
     found = collectives_of_a_step(model, mesh, 8, beams_of_5)
     weights = set()
-    layout = to_paths(rx.shard_rules(model, mesh), lambda x: isinstance(x, NamedSharding))
+    layout = to_paths(
+        rx.shard_rules(model, mesh), lambda x: isinstance(x, NamedSharding)
+    )
     for path, x in to_arrays(model).items():
         shape = NamedSharding(mesh, for_use(layout[path].spec)).shard_shape(x.shape)
         weights.add((f"f32[{','.join(map(str, shape))}]",))
-    assert {(kind, axes) for kind, axes, _ in found if axes != ("tensor",)} == {("all-gather", ("fsdp",))}
+    assert {(kind, axes) for kind, axes, _ in found if axes != ("tensor",)} == {
+        ("all-gather", ("fsdp",))
+    }
     assert {shapes for _, axes, shapes in found if axes == ("fsdp",)} <= weights
     sums, gathers = ("f32[2,5,64]", "f32[2,5]"), ("f32[2,20]", "s32[2,20]")
-    expected = {*(("all-reduce", x) for x in sums), *(("all-gather", x) for x in gathers)}
-    assert {(kind, *shapes) for kind, axes, shapes in found if axes == ("tensor",)} == expected
+    expected = {
+        *(("all-reduce", x) for x in sums),
+        *(("all-gather", x) for x in gathers),
+    }
+    assert {
+        (kind, *shapes) for kind, axes, shapes in found if axes == ("tensor",)
+    } == expected
 
 
 def test_the_cache_is_there_once():
-    """A token changes it in place: the program holds no second copy, nor one of a layer for each layer; and no
-    copy of the prompt for each beam, nor a second cache, reordered."""
+    """A token changes it in place: the program holds no second copy, nor one of a layer
+    for each layer; and no copy of the prompt for each beam, nor a second cache,
+    reordered."""
     prompt = Prompt(jnp.ones((16, 24), jnp.int32), jnp.ones((16, 24), bool))
 
     def bytes_of(model: Any, num_slots: int) -> int:
@@ -351,21 +494,33 @@ def test_the_cache_is_there_once():
         return 4 * (cache.key.size + cache.value.size)
 
     def memory_of(function: Any, *arguments: Any) -> int:
-        return function.lower(*arguments).compile().compiled.memory_analysis().temp_size_in_bytes
+        return (
+            function.lower(*arguments)
+            .compile()
+            .compiled.memory_analysis()
+            .temp_size_in_bytes
+        )
 
     for stacked, num_layers in ((True, 8), (False, 3)):
         model = make("llama", stacked=stacked, num_hidden_layers=num_layers)
-        found = memory_of(_generate, model, prompt, None, _Options(232, 0.0, None, None, (), 0))
+        found = memory_of(
+            _generate, model, prompt, None, _Options(232, 0.0, None, None, (), 0)
+        )
         assert 1 <= found / bytes_of(model, 232) <= 1.5
     model, new, beams = make("llama", stacked=True, num_hidden_layers=16), 4, 8
-    found = memory_of(_search, model, prompt, jnp.ones(()), Rules(new, beams, False, (), 0))
+    found = memory_of(
+        _search, model, prompt, jnp.ones(()), Rules(new, beams, False, (), 0)
+    )
     assert beams * (24 + new) > 3 * (24 + beams * new)  # as it would be elsewhere
     assert 1 <= found / bytes_of(model, beams * new) <= 2
 
 
 # Bad input.
 
-IMAGES = {"inputs": np.ones((4, 3, 8, 8), np.float32), "attention_mask": np.ones((4, 64))}
+IMAGES = {
+    "inputs": np.ones((4, 3, 8, 8), np.float32),
+    "attention_mask": np.ones((4, 64)),
+}
 PADDED = {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])}
 BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"max_new_tokens": 0}, r"max_new_tokens=0.*at least 1"),
@@ -373,16 +528,48 @@ BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
     ("all", {"inputs": np.ones((4, PROMPT), bool)}, r"inputs has dtype bool"),
     ("all", {"inputs": np.ones(PROMPT, np.int32)}, r"inputs has shape \(6,\)"),
     ("all", {"inputs": np.ones((4, 0), np.int32)}, r"inputs has shape \(4, 0\)"),
-    ("all", {"inputs": np.full((4, 6), VOCABULARY)}, r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63"),
-    ("all", {"attention_mask": np.ones((4, 7))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
+    (
+        "all",
+        {"inputs": np.full((4, 6), VOCABULARY)},
+        r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63",
+    ),
+    (
+        "all",
+        {"attention_mask": np.ones((4, 7))},
+        r"attention_mask has shape \(4, 7\).*\(4, 6\)",
+    ),
     ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
     ("all", PADDED, r"inputs\[0, 1\] is -2, but"),
-    ("gpt2", {"max_new_tokens": NEW + 1}, "a prompt of 6 and max_new_tokens=9.*14 positions"),
-    ("gpt2", {"decoder_input_ids": np.ones((4, 1), np.int32)}, "decoder_input_ids is for models with an enc"),
-    ("bart", {"max_new_tokens": 16}, "a prompt of 1 and max_new_tokens=16.*16 positions"),
-    ("bart", {"decoder_input_ids": np.ones((3, 1), np.int32)}, "decoder_input_ids has 3 rows, but inputs 4"),
-    ("bart", {"decoder_input_ids": np.ones((4, 0), np.int32)}, r"decoder_input_ids has shape \(4, 0\)"),
-    ("bart", IMAGES, r"attention_mask is for texts, but inputs has shape \(4, 3, 8, 8\)"),
+    (
+        "gpt2",
+        {"max_new_tokens": NEW + 1},
+        "a prompt of 6 and max_new_tokens=9.*14 positions",
+    ),
+    (
+        "gpt2",
+        {"decoder_input_ids": np.ones((4, 1), np.int32)},
+        "decoder_input_ids is for models with an enc",
+    ),
+    (
+        "bart",
+        {"max_new_tokens": 16},
+        "a prompt of 1 and max_new_tokens=16.*16 positions",
+    ),
+    (
+        "bart",
+        {"decoder_input_ids": np.ones((3, 1), np.int32)},
+        "decoder_input_ids has 3 rows, but inputs 4",
+    ),
+    (
+        "bart",
+        {"decoder_input_ids": np.ones((4, 0), np.int32)},
+        r"decoder_input_ids has shape \(4, 0\)",
+    ),
+    (
+        "bart",
+        IMAGES,
+        r"attention_mask is for texts, but inputs has shape \(4, 3, 8, 8\)",
+    ),
     ("no start", {}, r"no decoder_start_token_id\. Pass decoder_input_ids"),
 ]
 BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
@@ -393,7 +580,11 @@ BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (generate, {"top_k": 3}, r"top_k=3 does nothing at temperature 0"),
     (generate, {"top_p": 0.5}, r"top_p=0.5 does nothing at temperature 0"),
     (beam_search, {"num_beams": 0}, r"num_beams=0.*at least 1"),
-    (beam_search, {"num_beams": 2, "length_penalty": float("inf")}, r"length_penalty=inf.*finite"),
+    (
+        beam_search,
+        {"num_beams": 2, "length_penalty": float("inf")},
+        r"length_penalty=inf.*finite",
+    ),
 ]
 
 
@@ -404,7 +595,11 @@ def test_bad_input_is_refused_before_compilation():
     with compilations() as compiled:
         for name, changes, message in BAD_INPUT:
             for model in models.values() if name == "all" else (models[name],):
-                given: dict[str, Any] = {"inputs": ROWS, "max_new_tokens": NEW, **changes}
+                given: dict[str, Any] = {
+                    "inputs": ROWS,
+                    "max_new_tokens": NEW,
+                    **changes,
+                }
                 with pytest.raises(ValueError, match=rf"^generate: .*{message}"):
                     generate(model, **given)
                 with pytest.raises(ValueError, match=rf"^beam_search: .*{message}"):
@@ -414,9 +609,16 @@ def test_bad_input_is_refused_before_compilation():
             with pytest.raises(ValueError, match=rf"^{search.__name__}: .*{message}"):
                 search(models["gpt2"], ROWS, max_new_tokens=NEW, **{**given, **changes})
         for value in ("always", 1, None):
-            with pytest.raises(ValueError, match=f"early_stopping={value!r}, but it must be True, False or"):
-                check_options(2, 1.0, value)  # by `beam_search`, whose annotation is checked before it here
+            with pytest.raises(
+                ValueError,
+                match=f"early_stopping={value!r}, but it must be True, False or",
+            ):
+                # By `beam_search`, whose annotation is checked before it here.
+                check_options(2, 1.0, value)
         for value in ("5", [5.0], True, 64, (3, -1)):
-            with pytest.raises(ValueError, match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or sev"):
+            with pytest.raises(
+                ValueError,
+                match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or sev",
+            ):
                 special_tokens("generate", models["gpt2"], value, None)
     assert not compiled

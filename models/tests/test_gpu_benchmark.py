@@ -1,4 +1,5 @@
-"""`benchmarks/gpu.py` at a tiny size on the CPU: its rows, and the two steps of JAX that it compares."""
+"""`benchmarks/gpu.py` at a tiny size on the CPU: its rows, and the two steps of JAX
+that it compares."""
 
 import dataclasses
 
@@ -18,11 +19,16 @@ CONFIG = SMALL["LLaMA-7B"]
 
 def test_every_row_has_a_model_and_counts_operations_as_others_do():
     for setting in SETTINGS:
-        assert setting.part == "tests" or (setting.model in MODELS and setting.model in SMALL)
+        assert setting.part == "tests" or (
+            setting.model in MODELS and setting.model in SMALL
+        )
         assert setting.limit <= 600
-    # KempnerForge's log of one H200: 8.03 billion parameters, 10,471 tokens a second, 57.8% of 989 TFLOP/s.
+    # KempnerForge's log of one H200: 8.03 billion parameters, 10,471 tokens a second,
+    # 57.8% of 989 TFLOP/s.
     config = models.LlamaConfig(hidden_size=4096, num_hidden_layers=32)
-    assert 10_471 * flops_per_token(8_030_261_248, config, 4096) / 989e12 == pytest.approx(0.578, abs=5e-4)
+    assert 10_471 * flops_per_token(
+        8_030_261_248, config, 4096
+    ) / 989e12 == pytest.approx(0.578, abs=5e-4)
 
 
 def test_the_step_written_by_hand_computes_the_same_loss_and_gradient():
@@ -39,24 +45,36 @@ def test_the_step_written_by_hand_computes_the_same_loss_and_gradient():
     stack["before_mlp"] = layers.post_attention_layernorm.weight
     ends = {"embed": model.model.embed_tokens.weight, "head": model.lm_head.weight.T}
     params = {**ends, "layers": stack, "norm": model.model.norm.weight}
-    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, setting.length + 1))
+    tokens = np.random.default_rng(1).integers(
+        0, CONFIG.vocab_size, (2, setting.length + 1)
+    )
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def loss_of(arrays, tokens):
         return ours.make_loss(setting)(eqx.combine(arrays, static), tokens, None).value
 
     loss, gradient = jax.jit(jax.value_and_grad(loss_of))(arrays, tokens)
-    expected, other = jax.jit(jax.value_and_grad(plain.make_loss(setting, CONFIG, "xla")))(params, tokens)
+    expected, other = jax.jit(
+        jax.value_and_grad(plain.make_loss(setting, CONFIG, "xla"))
+    )(params, tokens)
     assert loss == pytest.approx(float(expected), rel=1e-5)
     own = np.asarray(gradient.model.layers.self_attn.q_proj.weight)
-    np.testing.assert_allclose(own, np.swapaxes(other["layers"]["q"], 1, 2), atol=1e-5 * own.max())
+    np.testing.assert_allclose(
+        own, np.swapaxes(other["layers"]["q"], 1, 2), atol=1e-5 * own.max()
+    )
 
 
 @pytest.mark.long
 def test_a_row_comes_from_a_process_of_its_own_and_costs_itself_if_it_fails():
     found = gpu.run(LLAMA, is_small=True, target=None)
-    assert found["tokens_per_second"] == pytest.approx(LLAMA.batch * LLAMA.length / found["seconds"])
-    size, inner, vocabulary = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.vocab_size
+    assert found["tokens_per_second"] == pytest.approx(
+        LLAMA.batch * LLAMA.length / found["seconds"]
+    )
+    size, inner, vocabulary = (
+        CONFIG.hidden_size,
+        CONFIG.intermediate_size,
+        CONFIG.vocab_size,
+    )
     by_layer = 4 * size**2 + 3 * size * inner + 2 * size
     assert found["num_parameters"] == 2 * by_layer + 2 * vocabulary * size + size
     assert found["losses"][1] < found["losses"][0]
@@ -65,5 +83,7 @@ def test_a_row_comes_from_a_process_of_its_own_and_costs_itself_if_it_fails():
 
     late = gpu.run(dataclasses.replace(LLAMA, limit=0), is_small=True, target=None)
     assert late == {"error": "took more than 0 s"}
-    wrong = gpu.run(dataclasses.replace(LLAMA, attention="cudnn"), is_small=True, target=None)
+    wrong = gpu.run(
+        dataclasses.replace(LLAMA, attention="cudnn"), is_small=True, target=None
+    )
     assert "cuDNN" in wrong["error"] or "ended with" in wrong["error"]

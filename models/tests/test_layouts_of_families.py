@@ -1,4 +1,5 @@
-"""The families laid out by their programs, as by their paths: their blocks say where layers begin and end."""
+"""The families laid out by their programs, as by their paths: their blocks say where
+layers begin and end."""
 
 import pytest
 import workloads
@@ -11,19 +12,24 @@ FAMILIES = {case.name: case for case in family_cases()}
 FEW = ("LLaMA, stacked", "GPT-2")
 
 
-@pytest.mark.parametrize("name", [*FEW, *in_long(*(name for name in FAMILIES if name not in FEW))])
-def test_families_are_laid_out_as_by_their_paths_and_what_their_blocks_add_first_is_predicted(name):
+@pytest.mark.parametrize(
+    "name", [*FEW, *in_long(*(name for name in FAMILIES if name not in FEW))]
+)
+def test_families_are_laid_out_as_by_paths_and_what_blocks_add_first_is_predicted(name):
     case, mesh = FAMILIES[name], mesh_of("data2xtensor4")
     explanation = rx.explain(case.model, mesh, loss_fn=case.loss, batch=case.batch)
     specs = {path: d.spec for path, d in explanation.decisions.items()}
     assert specs == {path: d.spec for path, d in decide(case.model, mesh).items()}
     compiled = compiled_bytes(case.model, case.loss, case.batch, specs, mesh)
     assert explanation.communication is not None
-    assert explanation.communication.num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
+    assert explanation.communication.num_bytes_unmerged == pytest.approx(
+        compiled, rel=0.01
+    )
 
 
-# The tied table of GPT-2 is gathered once for both ends, and has two gradients; that of T5 has three. A table
-# of 16,402 rows does not divide over `tensor`, so it is stored over both axes.
+# The tied table of GPT-2 is gathered once for both ends, and has two gradients; that of
+# T5 has three. A table of 16,402 rows does not divide over `tensor`, so it is stored
+# over both axes.
 @pytest.mark.parametrize(
     ("name", "axes", "vocabulary"),
     [
@@ -36,10 +42,18 @@ def test_families_are_laid_out_as_by_their_paths_and_what_their_blocks_add_first
 def test_what_is_gathered_over_fsdp_is_predicted(name, axes, vocabulary):
     sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=vocabulary)
     case, mesh = workloads.family_case(name, sizes, stacked=True), rx.make_mesh(**axes)
-    model, of_step = abstract(case.make_model), {"loss_fn": case.loss_fn, "batch": case.batch}
+    model, of_step = (
+        abstract(case.make_model),
+        {"loss_fn": case.loss_fn, "batch": case.batch},
+    )
     predicted = rx.explain(model, mesh, **of_step).communication
     assert predicted is not None
-    # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.
-    found = rx.communication(workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh)
+    # Weights and rows: the norm of the gradients, which a step also sends, is some
+    # numbers.
+    found = rx.communication(
+        workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh
+    )
     total = sum(c.sent_bytes for c in found)
-    assert predicted.num_bytes_unmerged == pytest.approx(total, rel=0.05 if "tensor" in axes else 0.001)
+    assert predicted.num_bytes_unmerged == pytest.approx(
+        total, rel=0.05 if "tensor" in axes else 0.001
+    )

@@ -1,4 +1,5 @@
-"""`load_pretrained`: arrays, dtypes and layout are those of the files, of which no byte is read twice."""
+"""`load_pretrained`: arrays, dtypes and layout are those of the files, of which no byte
+is read twice."""
 
 import json
 import re
@@ -26,12 +27,17 @@ LAYOUTS: list[Any] = [
     ("gpt2", {"tensor": 2, "fsdp": 2}, True),
     ("llama", {"tensor": 4, "data": 1}, False),
     ("llama", None, True),
-    *in_long(("gpt2", {"tensor": 4, "data": 1}, False), ("llama", {"tensor": 2, "fsdp": 2}, True)),
+    *in_long(
+        ("gpt2", {"tensor": 4, "data": 1}, False),
+        ("llama", {"tensor": 2, "fsdp": 2}, True),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("family", "axes", "stacked"), LAYOUTS)
-def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(tmp_path, monkeypatch, family, axes, stacked):
+def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(
+    tmp_path, monkeypatch, family, axes, stacked
+):
     reads, read = [], Stored.read
 
     def counting(self, index):
@@ -45,7 +51,9 @@ def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(tmp_path, monk
     # A conversion happens slice by slice, after reading.
     mesh = None if axes is None else rx.make_mesh(**axes)
     model = load_pretrained(tmp_path, mesh, stacked=stacked, dtype=jnp.float32)
-    assert_same(in_file_form(model), {key: x.astype(jnp.float32) for key, x in arrays.items()})
+    assert_same(
+        in_file_form(model), {key: x.astype(jnp.float32) for key, x in arrays.items()}
+    )
     where = {x.sharding.mesh for x in to_arrays(model).values()}
     assert len(where) == 1
     expected = rx.shard_rules(model, where.pop())
@@ -67,7 +75,10 @@ def test_dtypes(tmp_path):
         write(tmp_path, "gpt2", arrays)
         for wanted in (None, jnp.float32, jnp.bfloat16, jnp.float16):
             model = load_pretrained(tmp_path, dtype=wanted, stacked=wanted is not None)
-            assert_same(in_file_form(model), {key: x.astype(wanted or stored) for key, x in arrays.items()})
+            assert_same(
+                in_file_form(model),
+                {key: x.astype(wanted or stored) for key, x in arrays.items()},
+            )
 
 
 def test_each_array_keeps_its_dtype(tmp_path):
@@ -88,7 +99,9 @@ def test_options_reach_the_model(tmp_path):
     with jax.default_device(jax.devices()[-1]):
         model = load_pretrained(tmp_path, stacked=True, remat="full", attention="xla")
     assert (model.remat, model.attention) == ("full", "xla")
-    assert {d for x in to_arrays(model).values() for d in x.devices()} == {jax.devices()[-1]}
+    assert {d for x in to_arrays(model).values() for d in x.devices()} == {
+        jax.devices()[-1]
+    }
     assert load_pretrained(tmp_path, sequence_parallel=True).sequence_parallel
     overrides = [("model.embed_tokens.weight", P(None, "fsdp"))]
     model = load_pretrained(tmp_path, rx.make_mesh(fsdp=4, data=1), overrides=overrides)
@@ -109,7 +122,10 @@ def as_first_published(arrays):
 
 def with_gamma(arrays):
     names = {"weight": "gamma", "bias": "beta"}
-    return {re.sub(r"(ln_\w+\.)(\w+)", lambda m: m[1] + names[m[2]], key): x for key, x in arrays.items()}
+    return {
+        re.sub(r"(ln_\w+\.)(\w+)", lambda m: m[1] + names[m[2]], key): x
+        for key, x in arrays.items()
+    }
 
 
 def bare(arrays):
@@ -117,7 +133,9 @@ def bare(arrays):
 
 
 def as_head(table):
-    return lambda arrays: {key.replace(table, "lm_head"): x for key, x in arrays.items()}
+    return lambda arrays: {
+        key.replace(table, "lm_head"): x for key, x in arrays.items()
+    }
 
 
 OLD = [
@@ -127,10 +145,29 @@ OLD = [
     ("llama", bare),
     ("opt_125m", bare),
     ("opt_125m", as_head("model.decoder.embed_tokens")),
-    ("gpt2", lambda arrays: arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()}),
-    ("llama", lambda arrays: bare(arrays) | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}),
-    ("opt_125m", lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)}),
-    ("gptj", lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)}),
+    (
+        "gpt2",
+        lambda arrays: (
+            arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()}
+        ),
+    ),
+    (
+        "llama",
+        lambda arrays: (
+            bare(arrays)
+            | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+        ),
+    ),
+    (
+        "opt_125m",
+        lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)},
+    ),
+    (
+        "gptj",
+        lambda arrays: (
+            arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)}
+        ),
+    ),
 ]
 
 
@@ -140,12 +177,18 @@ def test_older_spellings(tmp_path):
         old = respell(arrays)
         assert old.keys() != arrays.keys()
         write(tmp_path / f"old{i}", family, old)
-        save_pretrained(load_pretrained(tmp_path / f"old{i}", stacked=i % 2 == 0), tmp_path / f"new{i}")
+        save_pretrained(
+            load_pretrained(tmp_path / f"old{i}", stacked=i % 2 == 0),
+            tmp_path / f"new{i}",
+        )
         assert_same(load_file(tmp_path / f"new{i}" / SINGLE), arrays)
 
 
-def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(tmp_path, recwarn):
-    """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow any other."""
+def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(
+    tmp_path, recwarn
+):
+    """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow
+    any other."""
     save_pretrained(make("roberta_masked", hidden_size=64), tmp_path)
     mesh = rx.make_mesh(tensor=4)
     model = load_pretrained(tmp_path, mesh)
@@ -169,23 +212,43 @@ def tables(model):
 
 @pytest.mark.parametrize("name", ["gptj", "gemma3", *in_long("gpt2")])
 def test_a_padded_model_is_the_same_model(tmp_path, name):
-    layers: dict[str, Any] = {"n_layer" if name.startswith("gpt") else "num_hidden_layers": 1}
+    layers: dict[str, Any] = {
+        "n_layer" if name.startswith("gpt") else "num_hidden_layers": 1
+    }
     models.save_pretrained(make(name, **layers), tmp_path / "given")
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     plain = models.load_pretrained(tmp_path / "given", mesh, stacked=True)
-    padded = models.load_pretrained(tmp_path / "given", mesh, pad_vocabulary_to=48, stacked=True)
-    assert tables(padded).keys() >= {path for path in to_arrays(padded) if "lm_head" in path}
+    padded = models.load_pretrained(
+        tmp_path / "given", mesh, pad_vocabulary_to=48, stacked=True
+    )
+    assert tables(padded).keys() >= {
+        path for path in to_arrays(padded) if "lm_head" in path
+    }
     for path, x in tables(padded).items():
         assert not np.any(x[VOCABULARY:]), path
     assert len(tables(padded)) in (1, 2, 3)
 
     models.save_pretrained(padded, tmp_path / "saved")
-    stored, given = (load_file(tmp_path / x / "model.safetensors") for x in ("saved", "given"))
-    assert {key: x.tobytes() for key, x in stored.items()} == {key: x.tobytes() for key, x in given.items()}
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"] == VOCABULARY
+    stored, given = (
+        load_file(tmp_path / x / "model.safetensors") for x in ("saved", "given")
+    )
+    assert {key: x.tobytes() for key, x in stored.items()} == {
+        key: x.tobytes() for key, x in given.items()
+    }
+    assert (
+        json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"]
+        == VOCABULARY
+    )
 
     tokens = jax.random.randint(jax.random.key(0), (8, 6), 0, VOCABULARY)
-    wrong = tokens.at[0, 0].set(VOCABULARY + 3).at[1, 1].set(-1).at[2, 2].set(-VOCABULARY - 3)
+    wrong = (
+        tokens.at[0, 0]
+        .set(VOCABULARY + 3)
+        .at[1, 1]
+        .set(-1)
+        .at[2, 2]
+        .set(-VOCABULARY - 3)
+    )
     tokens, wrong = jax.device_put((tokens, wrong), rx.batch_sharding(mesh))
 
     @eqx.filter_jit
@@ -194,18 +257,24 @@ def test_a_padded_model_is_the_same_model(tmp_path, name):
         return model(tokens), model.hidden_states(wrong)[0], *found
 
     logits, hidden, loss, gradient = run(padded, tokens, wrong)
-    expected, expected_hidden, expected_loss, expected_gradient = run(plain, tokens, wrong)
+    expected, expected_hidden, expected_loss, expected_gradient = run(
+        plain, tokens, wrong
+    )
     np.testing.assert_allclose(logits[..., :VOCABULARY], expected, rtol=1e-4, atol=1e-5)
     assert bool(jnp.all(logits[..., VOCABULARY:] == -jnp.inf))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     found = to_arrays(gradient)
     for path, x in to_arrays(expected_gradient).items():
-        np.testing.assert_allclose(found[path][: len(x)], x, rtol=1e-4, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(
+            found[path][: len(x)], x, rtol=1e-4, atol=1e-5, err_msg=path
+        )
         assert not np.any(found[path][len(x) :])
     # NaN where it looks up what is no token.
     np.testing.assert_allclose(hidden, expected_hidden, rtol=1e-3, atol=1e-4)
     assert [bool(np.isnan(x).any()) for x in hidden[:3]] == [True, False, True]
-    drawn = models.generate(padded, tokens[:, :4], max_new_tokens=3, temperature=50.0, key=jax.random.key(1))
+    drawn = models.generate(
+        padded, tokens[:, :4], max_new_tokens=3, temperature=50.0, key=jax.random.key(1)
+    )
     assert int(jnp.max(drawn)) < VOCABULARY
 
 
@@ -223,7 +292,9 @@ def test_models_with_an_encoder_are_refused_by_name(tmp_path):
     """Before any weight is read: there are none here."""
     for name in ENCODERS.keys() - {"clip"}:
         model: Any = abstract(name)
-        with pytest.raises(ValueError, match=rf"pad_vocabulary: {type(model).__name__} does not name"):
+        with pytest.raises(
+            ValueError, match=rf"pad_vocabulary: {type(model).__name__} does not name"
+        ):
             models.pad_vocabulary(model, 4)
     (tmp_path / "config.json").write_text(json.dumps(ENCODERS["bart"]))
     with pytest.raises(ValueError, match=r"pad_vocabulary: .* does not name"):

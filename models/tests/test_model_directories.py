@@ -1,4 +1,5 @@
-"""A directory of a model is that of one model: whoever writes there, and whenever they are killed."""
+"""A directory of a model is that of one model: whoever writes there, and whenever they
+are killed."""
 
 import contextlib
 import functools
@@ -37,8 +38,14 @@ KEY = jax.random.key(0)
 
 
 def make_directory(directory, seed):
-    """A model whose weights, configuration and generation configuration all tell its seed."""
-    write(directory, "gpt2", make_arrays("gpt2", seed=seed), layer_norm_epsilon=float(1 + seed))
+    """A model whose weights, configuration and generation configuration all tell its
+    seed."""
+    write(
+        directory,
+        "gpt2",
+        make_arrays("gpt2", seed=seed),
+        layer_norm_epsilon=float(1 + seed),
+    )
     generation = {"eos_token_id": seed, "temperature": 0.5}
     (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
@@ -50,10 +57,15 @@ def arrays_of(seed):
 
 
 def seeds_of(model):
-    """The seeds that weights, configuration and generation configuration tell; `None` for no generation."""
+    """The seeds that weights, configuration and generation configuration tell; `None`
+    for no generation."""
     (seed,) = [i for i in range(2) if bits(in_file_form(model)) == bits(arrays_of(i))]
     generation = json.loads(model.config.generation)
-    return seed, round(model.config.layer_norm_epsilon) - 1, generation.get("eos_token_id")
+    return (
+        seed,
+        round(model.config.layer_norm_epsilon) - 1,
+        generation.get("eos_token_id"),
+    )
 
 
 def quiet_load(directory):
@@ -73,12 +85,17 @@ def seen_by_others(directory):
     seed = expected.index({key: x.tobytes() for key, x in arrays.items()})
     epsilon = json.loads((directory / "config.json").read_text())["layer_norm_epsilon"]
     generation = directory / "generation_config.json"
-    token = json.loads(generation.read_text())["eos_token_id"] if generation.exists() else None
+    token = (
+        json.loads(generation.read_text())["eos_token_id"]
+        if generation.exists()
+        else None
+    )
     return seed, round(epsilon) - 1, token
 
 
 class Killed(BaseException):
-    """Not an Exception: nothing in the library may catch it, as nothing catches SIGKILL."""
+    """Not an Exception: nothing in the library may catch it, as nothing catches
+    SIGKILL."""
 
 
 @contextlib.contextmanager
@@ -101,7 +118,8 @@ def killed_at(monkeypatch, at):
 
 
 def at_every_instant(monkeypatch, tmp_path, start, save):
-    """Yield copies of a directory: in each, `save` was killed at another instant; in the last, it was not."""
+    """Yield copies of a directory: in each, `save` was killed at another instant; in
+    the last, it was not."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     for at in itertools.count(1):
         directory = tmp_path / f"killed-{at}"
@@ -127,7 +145,9 @@ SAVES = [
     (SEVERAL, SEVERAL, "both"),
     (ONE, ONE, "old has generation"),
     (ONE, ONE, "new has generation"),
-    *in_long((SEVERAL, SEVERAL, "old has generation"), (ONE, SEVERAL, "new has generation")),
+    *in_long(
+        (SEVERAL, SEVERAL, "old has generation"), (ONE, SEVERAL, "new has generation")
+    ),
 ]
 
 
@@ -141,8 +161,12 @@ def test_a_killed_save_leaves_weights_and_configurations_of_one_model(
         if generation not in ("both", f"{name} has generation"):
             (directory / "generation_config.json").unlink()
         loaded.append(load_pretrained(directory))
-    save_pretrained(loaded[0], tmp_path / "start", max_shard_bytes=before, card="the card of 0")
-    save = functools.partial(save_pretrained, loaded[1], max_shard_bytes=after, card="the card of 1")
+    save_pretrained(
+        loaded[0], tmp_path / "start", max_shard_bytes=before, card="the card of 0"
+    )
+    save = functools.partial(
+        save_pretrained, loaded[1], max_shard_bytes=after, card="the card of 1"
+    )
     wanted = [seeds_of(model) for model in loaded]
     seen, mixed = [], 0
     for directory in at_every_instant(monkeypatch, tmp_path, tmp_path / "start", save):
@@ -154,14 +178,21 @@ def test_a_killed_save_leaves_weights_and_configurations_of_one_model(
         assert others[0] == found[0]  # at every instant, all read the same weights
         # The next save finishes it, or begins anew: also one that fails itself.
         shutil.copytree(directory, tmp_path / "again")
-        save_pretrained(loaded[1], tmp_path / "again", max_shard_bytes=after, card="the card of 1")
+        save_pretrained(
+            loaded[1], tmp_path / "again", max_shard_bytes=after, card="the card of 1"
+        )
         assert seen_by_others(tmp_path / "again") == wanted[1]
         assert (tmp_path / "again" / "README.md").read_text() == "the card of 1"
-        assert not [x for x in os.listdir(tmp_path / "again") if x.endswith((".part", writer.FILE))]
+        assert not [
+            x
+            for x in os.listdir(tmp_path / "again")
+            if x.endswith((".part", writer.FILE))
+        ]
         shutil.rmtree(tmp_path / "again")
     assert seen == sorted(seen)
     assert {0, 1} == set(seen)
-    assert mixed <= 5  # between the renames of the weights and of the last file beside them
+    # Between the renames of the weights and of the last file beside them.
+    assert mixed <= 5
 
 
 def scale_of(model):
@@ -169,7 +200,9 @@ def scale_of(model):
 
 
 def lora_of(model, scale):
-    return models.add_lora(model, targets=("q_proj",), rank=2, scale=scale, key=jax.random.key(int(scale)))
+    return models.add_lora(
+        model, targets=("q_proj",), rank=2, scale=scale, key=jax.random.key(int(scale))
+    )
 
 
 def test_a_killed_save_of_lora_leaves_branches_and_scale_of_one(tmp_path, monkeypatch):
@@ -188,13 +221,18 @@ def test_a_killed_save_of_lora_leaves_branches_and_scale_of_one(tmp_path, monkey
     assert {0, 1} == set(seen)
 
 
-def test_a_killed_save_of_a_pipeline_does_not_open_as_a_mixture(tmp_path, monkeypatch, stable_diffusion):
+def test_a_killed_save_of_a_pipeline_does_not_open_as_a_mixture(
+    tmp_path, monkeypatch, stable_diffusion
+):
     old, new = stable_diffusion
     models.save_stable_diffusion(old, tmp_path / "start")
     wanted = [bits(to_arrays(x)) for x in stable_diffusion]
     seen = []
     for directory in at_every_instant(
-        monkeypatch, tmp_path, tmp_path / "start", functools.partial(models.save_stable_diffusion, new)
+        monkeypatch,
+        tmp_path,
+        tmp_path / "start",
+        functools.partial(models.save_stable_diffusion, new),
     ):
         try:
             found = models.load_stable_diffusion(directory)
@@ -206,7 +244,10 @@ def test_a_killed_save_of_a_pipeline_does_not_open_as_a_mixture(tmp_path, monkey
         assert bits(to_arrays(found)) in wanted
     assert [name for name, _ in itertools.groupby(seen)] == ["old", "refused", "new"]
     models.save_stable_diffusion(new, tmp_path / "killed-1")
-    assert bits(to_arrays(models.load_stable_diffusion(tmp_path / "killed-1"))) == wanted[1]
+    assert (
+        bits(to_arrays(models.load_stable_diffusion(tmp_path / "killed-1")))
+        == wanted[1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +259,19 @@ def stable_diffusion():
     return old, new
 
 
-def test_a_bad_part_of_a_pipeline_is_refused_before_anything_is_written(tmp_path, stable_diffusion):
+def test_a_bad_part_of_a_pipeline_is_refused_before_anything_is_written(
+    tmp_path, stable_diffusion
+):
     model, _ = stable_diffusion
-    bad = eqx.tree_at(lambda m: jax.tree.leaves(m.vae)[0], model, replace_fn=lambda x: x.astype(int))
+    bad = eqx.tree_at(
+        lambda m: jax.tree.leaves(m.vae)[0], model, replace_fn=lambda x: x.astype(int)
+    )
     raised(
-        ValueError, models.save_stable_diffusion, bad, tmp_path / "new", match=r"save_stable_diffusion: vae: "
+        ValueError,
+        models.save_stable_diffusion,
+        bad,
+        tmp_path / "new",
+        match=r"save_stable_diffusion: vae: ",
     )
     assert not (tmp_path / "new").exists()
 
@@ -238,9 +287,18 @@ def start_writers(tmp_path, target, kind, times):
             save_pretrained(make("llama"), own)
         if not own.exists():
             make_directory(own, seed)
-        arguments = [sys.executable, str(PROGRAM), str(target), str(own), kind, str(times)]
+        arguments = [
+            sys.executable,
+            str(PROGRAM),
+            str(target),
+            str(own),
+            kind,
+            str(times),
+        ]
         pipe = subprocess.PIPE
-        programs.append(subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        programs.append(
+            subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        )
     for program in programs:
         assert program.stdout is not None
         assert program.stdin is not None
@@ -263,7 +321,10 @@ def whole(target, kind, tmp_path):
         warnings.simplefilter("ignore")
         found = models.load_lora(base, target)
     wanted = [lora_of(base, scale) for scale in (1.0, 2.0)]
-    assert any(bits(to_arrays(found)) == bits(to_arrays(x)) and scale_of(found) == scale_of(x) for x in wanted)
+    assert any(
+        bits(to_arrays(found)) == bits(to_arrays(x)) and scale_of(found) == scale_of(x)
+        for x in wanted
+    )
 
 
 KINDS = ["save_pretrained", "save_lora"]
@@ -283,7 +344,9 @@ KILLS = [("save_pretrained", 1), *in_long(("save_lora", 5), ("save_pretrained", 
 
 
 @pytest.mark.parametrize(("kind", "rounds"), KILLS)
-def test_programs_that_are_killed_while_they_save_to_one_directory(tmp_path, kind, rounds):
+def test_programs_that_are_killed_while_they_save_to_one_directory(
+    tmp_path, kind, rounds
+):
     target, draw = tmp_path / "target", random.Random(0)
     for _ in range(rounds):
         programs = start_writers(tmp_path, target, kind, 10**6)
@@ -304,7 +367,8 @@ def test_programs_that_are_killed_while_they_save_to_one_directory(tmp_path, kin
 
 @contextlib.contextmanager
 def another_writer(directory, **changes):
-    """Keep a directory locked, as another program with these entries in its file would."""
+    """Keep a directory locked, as another program with these entries in its file
+    would."""
     entered, leave = threading.Event(), threading.Event()
 
     def hold():
@@ -325,21 +389,38 @@ def another_writer(directory, **changes):
 
 @pytest.fixture
 def short_waits(monkeypatch):
-    waits = {"WAIT_SECONDS": 1.0, "TELL_SECONDS": 0.2, "WATCH_SECONDS": 0.4, "BEAT_SECONDS": 0.1}
+    waits = {
+        "WAIT_SECONDS": 1.0,
+        "TELL_SECONDS": 0.2,
+        "WATCH_SECONDS": 0.4,
+        "BEAT_SECONDS": 0.1,
+    }
     for name, seconds in waits.items():
         monkeypatch.setattr(writer, name, seconds)
 
 
 @pytest.mark.parametrize("locks", ["locks", "no locks", "locks of one host"])
 def test_a_writer_that_does_not_end_is_named(tmp_path, monkeypatch, short_waits, locks):
-    answers = {"locks": writer._lock, "no locks": lambda fd: None, "locks of one host": lambda fd: True}
+    answers = {
+        "locks": writer._lock,
+        "no locks": lambda fd: None,
+        "locks of one host": lambda fd: True,
+    }
     monkeypatch.setattr(writer, "_lock", answers[locks])
     changes = {"host": "otherhost 01234567"} if locks == "locks of one host" else {}
     name = changes.get("host", writer._host())
     with (
         another_writer(tmp_path, **changes),
-        pytest.warns(UserWarning, match=f"save_pretrained: waiting for process {os.getpid()} on {name}, which"),
-        pytest.raises(TimeoutError, match=f"process {os.getpid()} on {name} has been writing .* another dir"),
+        pytest.warns(
+            UserWarning,
+            match=(
+                f"save_pretrained: waiting for process {os.getpid()} on {name}, which"
+            ),
+        ),
+        pytest.raises(
+            TimeoutError,
+            match=f"process {os.getpid()} on {name} has been writing .* another dir",
+        ),
     ):
         save_pretrained(make("gpt2"), tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
@@ -358,7 +439,9 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_the_file_of_a_writer_that_was_killed_holds_nobody_up(tmp_path, monkeypatch, short_waits, name):
+def test_the_file_of_a_writer_that_was_killed_holds_nobody_up(
+    tmp_path, monkeypatch, short_waits, name
+):
     lock, left = LEFT[name]
     monkeypatch.setattr(writer, "_lock", lambda fd: lock)
     if isinstance(left, dict):
@@ -392,9 +475,15 @@ def test_a_child_of_a_killed_writer_does_not_keep_the_lock(tmp_path, short_waits
 @pytest.mark.parametrize("max_shard_bytes", [ONE, SEVERAL])
 def test_a_load_during_a_save_is_of_one_model(tmp_path, monkeypatch, max_shard_bytes):
     """The other program finishes its save after the configuration has been read."""
-    both = [load_pretrained(make_directory(tmp_path / f"own-{seed}", seed)) for seed in range(2)]
+    both = [
+        load_pretrained(make_directory(tmp_path / f"own-{seed}", seed))
+        for seed in range(2)
+    ]
     save_pretrained(both[0], tmp_path / "target", max_shard_bytes=max_shard_bytes)
-    read, saves = registry.read_family, [lambda: save_pretrained(both[1], tmp_path / "target")]
+    read, saves = (
+        registry.read_family,
+        [lambda: save_pretrained(both[1], tmp_path / "target")],
+    )
 
     def read_during_save(*arguments):
         found = read(*arguments)
@@ -405,7 +494,12 @@ def test_a_load_during_a_save_is_of_one_model(tmp_path, monkeypatch, max_shard_b
     monkeypatch.setattr(load, "read_family", read_during_save)
     assert seeds_of(load_pretrained(tmp_path / "target")) == (1, 1, 1)
     saves += [lambda: save_pretrained(both[0], tmp_path / "target")] * 100
-    raised(OSError, load_pretrained, tmp_path / "target", match="other programs keep saving to .*Load it when")
+    raised(
+        OSError,
+        load_pretrained,
+        tmp_path / "target",
+        match="other programs keep saving to .*Load it when",
+    )
 
 
 # Files from elsewhere.
@@ -419,7 +513,9 @@ def with_tags(directory, tags, num_files):
         return
     (directory / SINGLE).rename(directory / "model-00001-of-00001.safetensors")
     weight_map = dict.fromkeys(arrays, "model-00001-of-00001.safetensors")
-    (directory / INDEX).write_text(json.dumps({"metadata": tags, "weight_map": weight_map}))
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": tags, "weight_map": weight_map})
+    )
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
@@ -438,7 +534,10 @@ def test_a_part_from_elsewhere_is_not_in_force(tmp_path, num_files, name, kind):
     with_tags(directory, {name.partition(".")[0]: tag}, num_files)
     part = directory / f"{name}.{tag}.part"
     part.write_bytes(text)
-    with pytest.warns(UserWarning, match=rf"{name} is read, and .*{part.name} is not, .* Remove {part.name}"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"{name} is read, and .*{part.name} is not, .* Remove {part.name}",
+    ):
         model = load_pretrained(directory)
     assert seeds_of(model) == (0, 0, 0)
     save_pretrained(model, tmp_path / "new")
@@ -452,8 +551,12 @@ def test_a_part_that_nothing_names_is_not_in_force(tmp_path, recwarn):
     assert not [w for w in recwarn if ".part" in str(w.message)]
 
 
-def test_the_part_of_an_interrupted_save_is_in_force_with_a_warning(tmp_path, monkeypatch):
-    save_pretrained(load_pretrained(make_directory(tmp_path / "old", 0)), tmp_path / "model")
+def test_the_part_of_an_interrupted_save_is_in_force_with_a_warning(
+    tmp_path, monkeypatch
+):
+    save_pretrained(
+        load_pretrained(make_directory(tmp_path / "old", 0)), tmp_path / "model"
+    )
     new = load_pretrained(make_directory(tmp_path / "new", 1))
     replace, names = os.replace, []
 
@@ -467,7 +570,10 @@ def test_the_part_of_an_interrupted_save_is_in_force_with_a_warning(tmp_path, mo
         patch.setattr(os, "replace", stop)
         with pytest.raises(Killed):
             save_pretrained(new, tmp_path / "model")
-    match = r"was stopped\. config\.json\.[0-9a-f]{16}\.part belongs to the weights, and is read instead"
+    match = (
+        r"was stopped\. config\.json\.[0-9a-f]{16}\.part belongs to the weights, "
+        r"and is read instead"
+    )
     with pytest.warns(UserWarning, match=match):
         assert seeds_of(load_pretrained(tmp_path / "model")) == (1, 1, 1)
 
@@ -479,11 +585,13 @@ CARD = """
 import locale, sys
 import redco_eqx_models as models
 from redco_eqx import types
-assert locale.getpreferredencoding(False).lower() != "utf-8", locale.getpreferredencoding(False)
+encoding = locale.getpreferredencoding(False)
+assert encoding.lower() != "utf-8", encoding
 model = models.load_pretrained(sys.argv[1])
-models.save_pretrained(model, sys.argv[2] + "/text", card="Donn\\u00e9es: \\u4f60\\u597d")
-models.save_pretrained(model, sys.argv[2] + "/mod\\u00e8le".encode().decode("ascii", "surrogateescape"),
-                       card=types.History())
+text, other = sys.argv[2] + "/text", sys.argv[2] + "/mod\\u00e8le"
+models.save_pretrained(model, text, card="Donn\\u00e9es: \\u4f60\\u597d")
+other = other.encode().decode("ascii", "surrogateescape")
+models.save_pretrained(model, other, card=types.History())
 """
 
 
@@ -496,7 +604,10 @@ def test_a_card_is_utf_8_in_an_ascii_locale(tmp_path):
     printed(CARD, tmp_path / "old", tmp_path, without=(), **ASCII)
     assert (tmp_path / "text" / "README.md").read_bytes() == "Données: 你好".encode()
     assert "# modèle" in (tmp_path / "modèle" / "README.md").read_text("utf-8")
-    assert json.loads((tmp_path / "text" / "generation_config.json").read_bytes()) == generation
+    assert (
+        json.loads((tmp_path / "text" / "generation_config.json").read_bytes())
+        == generation
+    )
 
 
 NO_TEXT = r"card has '\\udce9' at position 3, .*encoding='utf-8'"
@@ -506,12 +617,25 @@ BAD_CARDS = {
 }
 
 
-@pytest.mark.parametrize(("card", "error", "message"), BAD_CARDS.values(), ids=list(BAD_CARDS))
-def test_a_bad_card_is_refused_before_anything_is_written(tmp_path, card, error, message):
+@pytest.mark.parametrize(
+    ("card", "error", "message"), BAD_CARDS.values(), ids=list(BAD_CARDS)
+)
+def test_a_bad_card_is_refused_before_anything_is_written(
+    tmp_path, card, error, message
+):
     save_pretrained(make("gpt2"), tmp_path / "model", card="the old one")
     before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    raised(error, save_pretrained, make("llama"), tmp_path / "model", card=card, match=message)
-    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    raised(
+        error,
+        save_pretrained,
+        make("llama"),
+        tmp_path / "model",
+        card=card,
+        match=message,
+    )
+    assert {
+        file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()
+    } == before
 
 
 def call_with(function, address):
@@ -525,7 +649,9 @@ def call_with(function, address):
     getattr(models, function)(*arguments)
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/model", pathlib.Path("s3://bucket/model")], ids=repr)
+@pytest.mark.parametrize(
+    "address", ["gs://bucket/model", pathlib.Path("s3://bucket/model")], ids=repr
+)
 @pytest.mark.parametrize(
     "function",
     [
@@ -537,14 +663,30 @@ def call_with(function, address):
         "load_image_processor",
     ],
 )
-def test_an_address_is_refused_by_everything_that_writes_or_reads(tmp_path, monkeypatch, function, address):
+def test_an_address_is_refused_by_everything_that_writes_or_reads(
+    tmp_path, monkeypatch, function, address
+):
     monkeypatch.chdir(tmp_path)
-    raised(ValueError, call_with, function, address, match=f"{function}: directory is .*address and not a path")
+    raised(
+        ValueError,
+        call_with,
+        function,
+        address,
+        match=f"{function}: directory is .*address and not a path",
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_an_address_is_refused_by_save_stable_diffusion(tmp_path, monkeypatch, stable_diffusion):
+def test_an_address_is_refused_by_save_stable_diffusion(
+    tmp_path, monkeypatch, stable_diffusion
+):
     monkeypatch.chdir(tmp_path)
     message = "save_stable_diffusion: directory is .*address and not a path"
-    raised(ValueError, models.save_stable_diffusion, stable_diffusion[0], "gs://bucket/model", match=message)
+    raised(
+        ValueError,
+        models.save_stable_diffusion,
+        stable_diffusion[0],
+        "gs://bucket/model",
+        match=message,
+    )
     assert not list(tmp_path.iterdir())

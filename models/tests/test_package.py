@@ -13,7 +13,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 HOMES = {"redco_eqx": ROOT, "redco_eqx_models": ROOT / "models"}
 PROJECTS: dict[str, dict[str, Any]] = {
-    name: tomllib.loads((home / "pyproject.toml").read_text("utf-8"))["project"] for name, home in HOMES.items()
+    name: tomllib.loads((home / "pyproject.toml").read_text("utf-8"))["project"]
+    for name, home in HOMES.items()
 }
 # By another name than its distribution's.
 DISTRIBUTIONS = {"PIL": "pillow", "orbax": "orbax-checkpoint"}
@@ -30,11 +31,14 @@ def names(requirements: list[str]) -> set[str]:
 def declared(name: str) -> set[str]:
     """The distributions that a package requires, always or by an extra."""
     extras = PROJECTS[name]["optional-dependencies"].values()
-    return names([*PROJECTS[name]["dependencies"], *(x for extra in extras for x in extra)])
+    return names(
+        [*PROJECTS[name]["dependencies"], *(x for extra in extras for x in extra)]
+    )
 
 
 def imported(name: str) -> set[str]:
-    """The top-level modules of others that the sources import, also inside functions."""
+    """The top-level modules of others that the sources import, also inside
+    functions."""
     found: set[str] = set()
     for path in (HOMES[name] / "src" / name).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -55,7 +59,16 @@ def test_both_have_one_version_and_the_second_requires_it_of_the_first() -> None
 
 def test_the_core_requires_what_it_says_and_knows_nothing_of_the_models() -> None:
     required = names(PROJECTS["redco_eqx"]["dependencies"])
-    assert required == {"jax", "equinox", "optax", "jaxtyping", "einops", "numpy", "tqdm", "scipy"}
+    assert required == {
+        "jax",
+        "equinox",
+        "optax",
+        "jaxtyping",
+        "einops",
+        "numpy",
+        "tqdm",
+        "scipy",
+    }
     assert declared("redco_eqx") - required == {"orbax-checkpoint"}
 
 
@@ -64,7 +77,9 @@ def test_what_the_sources_import_is_declared(name: str) -> None:
     modules = imported(name)
     assert {"jax", "equinox", "numpy"} <= modules
     by_distribution = {DISTRIBUTIONS.get(x, PARTS.get(x, x)): x for x in modules}
-    found = {x.replace("_", "-").lower(): module for x, module in by_distribution.items()}
+    found = {
+        x.replace("_", "-").lower(): module for x, module in by_distribution.items()
+    }
     assert {x: m for x, m in found.items() if x not in declared(name)} == {}
     for part, whole in PARTS.items():
         if part in modules:

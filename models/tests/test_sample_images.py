@@ -1,4 +1,5 @@
-"""Stable Diffusion as one model: sampled, trained in part, saved and loaded, on any mesh."""
+"""Stable Diffusion as one model: sampled, trained in part, saved and loaded, on any
+mesh."""
 
 import dataclasses
 import functools
@@ -28,9 +29,13 @@ INDEX = "model_index.json"
 @functools.cache
 def alone():
     """The model on one device."""
-    scheduler = models.DDIMScheduler(clip_sample=False, steps_offset=1, prediction_type="v_prediction")
+    scheduler = models.DDIMScheduler(
+        clip_sample=False, steps_offset=1, prediction_type="v_prediction"
+    )
     unet = make("unet", cross_attention_dim=32, sample_size=4)
-    return models.StableDiffusion(make("clip", max_position_embeddings=LENGTH), unet, make("vae"), scheduler)
+    return models.StableDiffusion(
+        make("clip", max_position_embeddings=LENGTH), unet, make("vae"), scheduler
+    )
 
 
 def batch_of(num=8):
@@ -41,7 +46,9 @@ def batch_of(num=8):
 
 
 def loss_fn(model, batch, key):
-    return jnp.mean(models.noise_losses(model, batch["images"], batch["tokens"], key=key))
+    return jnp.mean(
+        models.noise_losses(model, batch["images"], batch["tokens"], key=key)
+    )
 
 
 def predict_fn(model, batch, key):
@@ -57,10 +64,15 @@ def run(**axes):
     spec = models.parts_spec(model, "unet", "text_encoder")
     state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=spec)
     images = rx.predict_step(state, batch, predict_fn=predict_fn)
-    step = jax.jit(functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer))
+    step = jax.jit(
+        functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    )
     after, metrics = step(state, batch)
     assert all(path.startswith("vae.") for path in after.frozen)
-    changes = {path: np.asarray(x) - to_arrays(alone())[path] for path, x in after.params.items()}
+    changes = {
+        path: np.asarray(x) - to_arrays(alone())[path]
+        for path, x in after.params.items()
+    }
     return np.asarray(images), float(metrics["loss"]), changes
 
 
@@ -72,8 +84,12 @@ def test_images_and_training_do_not_depend_on_the_mesh():
     np.testing.assert_allclose(found, images, atol=1e-3 * images.std())
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
     for path, change in changes.items():
-        assert np.linalg.norm(found_changes[path] - change) <= 1e-3 * np.linalg.norm(change) + 1e-6, path
-        assert change.any() or path.endswith("k_proj.bias"), path  # which has no gradient
+        assert (
+            np.linalg.norm(found_changes[path] - change)
+            <= 1e-3 * np.linalg.norm(change) + 1e-6
+        ), path
+        # The bias of a key has no gradient.
+        assert change.any() or path.endswith("k_proj.bias"), path
 
 
 def test_to_uint8():
@@ -99,7 +115,9 @@ def test_saved_and_loaded_on_a_mesh_it_is_the_same(tmp_path):
     assert loaded.scheduler.to_json().items() >= model.scheduler.to_json().items()
     models.save_stable_diffusion(loaded, tmp_path / "two")
     assert (tmp_path / "two" / "tokenizer" / "vocab.json").read_text() == "{}"
-    with pytest.raises(TypeError, match="expected a StableDiffusion, got a CLIPTextModel"):
+    with pytest.raises(
+        TypeError, match="expected a StableDiffusion, got a CLIPTextModel"
+    ):
         models.save_stable_diffusion(model.text_encoder, tmp_path)
 
 
@@ -110,7 +128,12 @@ def test_other_dtypes_sizes_and_a_rescaled_scheduler_are_taken(saved):
     model = dataclasses.replace(half, scheduler=scheduler)
     ids = jnp.asarray(batch_of(2)["tokens"])
     latents = jax.random.normal(jax.random.key(0), (2, 4, 2, 6), jnp.bfloat16)
-    given: Any = {"latents": latents, "guidance_scale": 1.0, "num_steps": 2, "key": jax.random.key(0)}
+    given: Any = {
+        "latents": latents,
+        "guidance_scale": 1.0,
+        "num_steps": 2,
+        "key": jax.random.key(0),
+    }
     found = models.sample_images(model, ids, **given)
     assert (found.shape, found.dtype) == ((2, 3, 4, 12), jnp.bfloat16)
     assert jnp.isfinite(found).all()
@@ -125,16 +148,34 @@ def saved(tmp_path_factory):
 
 def test_what_is_not_supported_is_refused_by_name(saved):
     for file, entries, message in (
-        (INDEX, {"_class_name": "StableDiffusionXLPipeline"}, "_class_name='StableDiffusionXLPipeline'"),
-        (INDEX, {"unet": ["diffusers", "UNet3D"]}, r"unet=\['diffusers', 'UNet3D'\] is not supported"),
-        (INDEX, {"scheduler": ["diffusers", "LMSDiscreteScheduler"]}, "scheduler='LMSDiscreteScheduler'"),
-        ("scheduler/scheduler_config.json", {"thresholding": True}, "thresholding=True is not supported"),
+        (
+            INDEX,
+            {"_class_name": "StableDiffusionXLPipeline"},
+            "_class_name='StableDiffusionXLPipeline'",
+        ),
+        (
+            INDEX,
+            {"unet": ["diffusers", "UNet3D"]},
+            r"unet=\['diffusers', 'UNet3D'\] is not supported",
+        ),
+        (
+            INDEX,
+            {"scheduler": ["diffusers", "LMSDiscreteScheduler"]},
+            "scheduler='LMSDiscreteScheduler'",
+        ),
+        (
+            "scheduler/scheduler_config.json",
+            {"thresholding": True},
+            "thresholding=True is not supported",
+        ),
     ):
         text = edit_json(saved / file, **entries)
         with pytest.raises(ValueError, match=message):
             models.load_stable_diffusion(saved)
         if "scheduler" in entries:
-            model = models.load_stable_diffusion(saved, scheduler=models.DDIMScheduler())
+            model = models.load_stable_diffusion(
+                saved, scheduler=models.DDIMScheduler()
+            )
             assert model.scheduler == models.DDIMScheduler()
         (saved / file).write_text(text)
     with pytest.raises(FileNotFoundError, match=r"model_index\.json does not exist"):
@@ -145,7 +186,9 @@ def test_folders_are_copied_without_what_lies_elsewhere(saved, tmp_path):
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").write_text("secret")
     model = models.load_stable_diffusion(saved)
-    index = dataclasses.replace(model.index, rest=json.dumps({"tokenizer": ["transformers", "CLIPTokenizer"]}))
+    index = dataclasses.replace(
+        model.index, rest=json.dumps({"tokenizer": ["transformers", "CLIPTokenizer"]})
+    )
     model = dataclasses.replace(model, index=index)
     folder = saved / "tokenizer"
     try:
@@ -183,17 +226,26 @@ def normal(seed):
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_mixed(prediction_type):
+def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_mixed(
+    prediction_type,
+):
     scheduler = DDIMScheduler(prediction_type=prediction_type)
     clean, noise, timesteps = normal(0), normal(1), jnp.asarray([10, 700])
     noisy = scheduler.add_noise(clean, noise, timesteps)
     share = scheduler.alphas_cumprod[np.asarray(timesteps)][:, None, None]
-    np.testing.assert_allclose(noisy, np.sqrt(share) * clean + np.sqrt(1 - share) * noise, atol=1e-6)
+    np.testing.assert_allclose(
+        noisy, np.sqrt(share) * clean + np.sqrt(1 - share) * noise, atol=1e-6
+    )
     target = scheduler.target(clean, noise, timesteps)
     if prediction_type == "v_prediction":
-        target = np.sqrt(share) * noisy - np.sqrt(1 - share) * target  # of the clean sample
-    np.testing.assert_allclose(target, noise if prediction_type == "epsilon" else clean, atol=1e-6)
-    half = scheduler.add_noise(clean.astype(jnp.bfloat16), noise.astype(jnp.bfloat16), timesteps)
+        # Of the clean sample.
+        target = np.sqrt(share) * noisy - np.sqrt(1 - share) * target
+    np.testing.assert_allclose(
+        target, noise if prediction_type == "epsilon" else clean, atol=1e-6
+    )
+    half = scheduler.add_noise(
+        clean.astype(jnp.bfloat16), noise.astype(jnp.bfloat16), timesteps
+    )
     assert half.dtype == jnp.bfloat16
 
 
@@ -204,41 +256,80 @@ def bad_calls():
     free: Any = {"guidance_scale": 1.0}
     for options, words in (
         ({"key": key}, "guidance_scale=7.5, and negative_ids is not given"),
-        ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1.0, and negative_ids is given"),
+        (
+            {"negative_ids": ids, **free, "key": key},
+            "guidance_scale=1.0, and negative_ids is given",
+        ),
         ({"negative_ids": ids[:1], "key": key}, r"negative_ids has shape \(1, 8\)"),
         ({**free}, "latents are not given, and there is no key"),
-        ({"latents": jnp.zeros((2, 3, 4, 4)), **free}, r"latents has shape \(2, 3, 4, 4\)"),
+        (
+            {"latents": jnp.zeros((2, 3, 4, 4)), **free},
+            r"latents has shape \(2, 3, 4, 4\)",
+        ),
         ({"num_steps": 0, **free, "key": key}, "num_steps=0"),
     ):
         yield functools.partial(models.sample_images, model, ids, **options), words
     latents = {"latents": jnp.zeros((2, 4, 4, 4)), **free}
-    yield functools.partial(models.sample_images, noisy, ids, **latents), "DDPMScheduler draws noise, and there"
+    yield (
+        functools.partial(models.sample_images, noisy, ids, **latents),
+        "DDPMScheduler draws noise, and there",
+    )
     yield functools.partial(models.parts_spec, model, "encoder"), "'encoder' is no part"
     for part, words in (
-        ({"text_encoder": abstract("clip", hidden_size=16)}, "text_encoder.hidden_size=16"),
+        (
+            {"text_encoder": abstract("clip", hidden_size=16)},
+            "text_encoder.hidden_size=16",
+        ),
         ({"vae": abstract("vae", latent_channels=8)}, "vae.latent_channels=8"),
     ):
         yield functools.partial(dataclasses.replace, model, **part), words
     multistep = {"skip_prk_steps": True}
     for kind, entries, words in (
-        (DDPMScheduler, {"variance_type": "learned_range"}, "variance_type='learned_range' is not supported"),
-        (DDPMScheduler, {"beta_schedule": "sigmoid"}, "beta_schedule='sigmoid' is not supported"),
-        (DDIMScheduler, {"trained_betas": [0.1]}, r"trained_betas=\[0.1\] is not supported"),
+        (
+            DDPMScheduler,
+            {"variance_type": "learned_range"},
+            "variance_type='learned_range' is not supported",
+        ),
+        (
+            DDPMScheduler,
+            {"beta_schedule": "sigmoid"},
+            "beta_schedule='sigmoid' is not supported",
+        ),
+        (
+            DDIMScheduler,
+            {"trained_betas": [0.1]},
+            r"trained_betas=\[0.1\] is not supported",
+        ),
         (DDIMScheduler, {"clip_sample": 1}, "clip_sample=1, but it must be: bool"),
         (DDIMScheduler, {"steps_offset": -1}, "steps_offset=-1"),
-        (PNDMScheduler, {**multistep, "prediction_type": "sample"}, "prediction_type='sample' is not supp"),
-        (PNDMScheduler, {**multistep, "timestep_spacing": "karras"}, "timestep_spacing='karras' is not supp"),
+        (
+            PNDMScheduler,
+            {**multistep, "prediction_type": "sample"},
+            "prediction_type='sample' is not supp",
+        ),
+        (
+            PNDMScheduler,
+            {**multistep, "timestep_spacing": "karras"},
+            "timestep_spacing='karras' is not supp",
+        ),
         (PNDMScheduler, {}, "skip_prk_steps=False is not supported, only True"),
     ):
         yield functools.partial(kind.from_json, entries), words
     pure = DDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing")
     for scheduler, num_steps, words in (
         (DDIMScheduler(), 1001, "num_steps=1001"),
-        (DDIMScheduler(steps_offset=1), 1000, "steps_offset=1 leads 1000 steps to timestep 1000"),
+        (
+            DDIMScheduler(steps_offset=1),
+            1000,
+            "steps_offset=1 leads 1000 steps to timestep 1000",
+        ),
         (pure, 5, "timestep 999 is pure noise"),
     ):
         yield functools.partial(scheduler.steps, num_steps), words
-    yield lambda: denoise(DDPMScheduler(), lambda x, t: x, normal(0), num_steps=2), "needs a key"
+    yield (
+        lambda: denoise(DDPMScheduler(), lambda x, t: x, normal(0), num_steps=2),
+        "needs a key",
+    )
 
 
 def test_what_is_wrong_is_refused():

@@ -1,4 +1,5 @@
-"""One model, run in several ways, gives the same: stacked, rematerialised, padded, in pieces, and on meshes."""
+"""One model, run in several ways, gives the same: stacked, rematerialised, padded, in
+pieces, and on meshes."""
 
 import functools
 from typing import Any
@@ -26,13 +27,19 @@ def padded(text: jax.Array, before: int) -> tuple[jax.Array, jax.Array]:
     """A text with padding before it, and after it, and the mask."""
     mask = np.zeros((len(text), LENGTH + NUM), bool)
     mask[:, before : before + LENGTH] = True
-    return jnp.pad(text, ((0, 0), (before, NUM - before)), constant_values=7), jnp.asarray(mask)
+    return jnp.pad(
+        text, ((0, 0), (before, NUM - before)), constant_values=7
+    ), jnp.asarray(mask)
 
 
 PADDED = [
     *((name, (0, NUM)) for name in ("mistral", "t5")),
-    *((name, (NUM,)) for name in ("gptj", "opt_350m", "smollm3", "olmo2", "bart", "roberta_masked")),
-    *((name, (0,)) for name in ("bert_labels", "clip")),  # the first token or the last stands for the text
+    *(
+        (name, (NUM,))
+        for name in ("gptj", "opt_350m", "smollm3", "olmo2", "bart", "roberta_masked")
+    ),
+    # The first token or the last stands for the text.
+    *((name, (0,)) for name in ("bert_labels", "clip")),
     *((name, ()) for name in ("vit_labels", "vit_gpt2")),
 ]
 
@@ -44,24 +51,33 @@ def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
 
     @eqx.filter_jit
     def run(model: Any, stacked: Any) -> Any:
-        masked = [stacked(x, *written, **({} if m is None else {"attention_mask": m})) for (x, m), _ in others]
+        masked = [
+            stacked(x, *written, **({} if m is None else {"attention_mask": m}))
+            for (x, m), _ in others
+        ]
         return model(read, *written), masked
 
     alone, masked = run(model, restack(model))
     for found, (_, before) in zip(masked, others):
-        for x, expected in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        for x, expected in zip(
+            jax.tree.leaves(found), jax.tree.leaves(alone), strict=True
+        ):
             if x.shape != expected.shape:
                 x = x[:, before : before + LENGTH]
             np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays(monkeypatch):
+def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays(
+    monkeypatch,
+):
     model, (text,) = make("llama", num_hidden_layers=4), inputs("llama")
     other = make("llama", num_hidden_layers=4, hidden_act="relu")
     odd = eqx.tree_at(lambda m: m.model.layers[2].mlp, model, other.model.layers[2].mlp)
     call, traced = LlamaDecoderLayer.__call__, []
     monkeypatch.setattr(
-        LlamaDecoderLayer, "__call__", lambda self, *given: traced.append(self) or call(self, *given)
+        LlamaDecoderLayer,
+        "__call__",
+        lambda self, *given: traced.append(self) or call(self, *given),
     )
     run = eqx.filter_jit(lambda model, text: model(text))
     found = run(model, text), run(odd, text)
@@ -69,7 +85,8 @@ def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays
     with jax.disable_jit():  # one operation at a time rounds differently
         assert_close(found, (model(text), odd(text)), rtol=1e-4, atol=1e-4)
     assert not jnp.allclose(*found)
-    with compilations() as compiled:  # calls outside of a trace are not compiled for each call
+    # Calls outside of a trace are not compiled for each call.
+    with compilations() as compiled:
         model(text)
         once = len(compiled)
         model(text)
@@ -77,7 +94,8 @@ def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays
 
 
 class Watched(eqx.Module):
-    """Stores what the module inside returns, doubled if `doubles` is `True`, which equals 1."""
+    """Stores what the module inside returns, doubled if `doubles` is `True`, which
+    equals 1."""
 
     inner: Any
     doubles: bool | int
@@ -103,14 +121,20 @@ def test_a_module_of_ones_own_in_a_layer_is_called_in_each_layer():
     stored.clear()
     expected = model(text), list(stored)
     assert len(expected[1]) == 3
-    assert_close(found, expected, rtol=1e-4, atol=1e-4)  # one operation at a time rounds differently
+    # One operation at a time rounds differently.
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_in_pieces_with_a_cache_equals_at_once():
-    """The model has a window; a row is padded on the left, and has to count from there."""
+    """The model has a window; a row is padded on the left, and has to count from
+    there."""
     model, (text,) = make("mistral"), inputs("mistral")
     mask = jnp.asarray([[1] * LENGTH, [0] * 3 + [1] * (LENGTH - 3)])
-    run = eqx.filter_jit(lambda model, text, mask, cache=None: model(text, attention_mask=mask, cache=cache))
+    run = eqx.filter_jit(
+        lambda model, text, mask, cache=None: model(
+            text, attention_mask=mask, cache=cache
+        )
+    )
     whole = run(model, text, mask)
     cache, outputs = model.init_cache(2, LENGTH + 2), []
     for piece in np.split(np.arange(LENGTH), 2):
@@ -127,7 +151,9 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize(("name", "remats"), [("gpt2", ("full", "row_out")), *in_long(("bart", ("full",)))])
+@pytest.mark.parametrize(
+    ("name", "remats"), [("gpt2", ("full", "row_out")), *in_long(("bart", ("full",)))]
+)
 def test_stacked_and_rematerialised_has_the_gradient_of_a_list_of_layers(name, remats):
     """With dropout: the same keys must reach the same layers."""
     rates: dict[str, Any] = dict.fromkeys(RATES[name], 0.3)
@@ -138,21 +164,29 @@ def test_stacked_and_rematerialised_has_the_gradient_of_a_list_of_layers(name, r
     for remat in remats:
         found_loss, found = gradient_of(restack(model, remat=remat), batch, key)
         assert_close(found_loss, loss, rtol=1e-5)
-        assert_close(to_arrays(found), to_arrays(restack(gradient)), rtol=1e-3, atol=1e-5)
+        assert_close(
+            to_arrays(found), to_arrays(restack(gradient)), rtol=1e-3, atol=1e-5
+        )
 
 
 def test_experts_in_groups_equal_all_experts_for_all_tokens():
     """The first is what TPUs run."""
     keys = jax.random.split(jax.random.key(0), 5)
     x, gate, up, down = (
-        jax.random.normal(key, shape) for key, shape in zip(keys, [(2, 5, 8), (4, 6, 8), (4, 6, 8), (4, 8, 6)])
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys, [(2, 5, 8), (4, 6, 8), (4, 6, 8), (4, 8, 6)])
     )
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[4], (2, 5, 4))), 2)
-    chosen = jnp.where(chosen == 3, 0, chosen)  # no token goes to one, and some twice to another
+    weights, chosen = jax.lax.top_k(
+        jax.nn.softmax(jax.random.normal(keys[4], (2, 5, 4))), 2
+    )
+    # No token goes to one, and some twice to another.
+    chosen = jnp.where(chosen == 3, 0, chosen)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(mix: Any, *given: Any) -> Any:
-        loss = lambda x, weights, *matrices: jnp.sum(mix(jax.nn.silu, x, weights, chosen, *matrices) ** 2)  # noqa: E731
+        def loss(x: Any, weights: Any, *matrices: Any) -> Any:
+            return jnp.sum(mix(jax.nn.silu, x, weights, chosen, *matrices) ** 2)
+
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(*given)
 
     given = x, weights, gate, up, down
@@ -165,7 +199,8 @@ def test_experts_in_groups_equal_all_experts_for_all_tokens():
 
 @functools.cache
 def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
-    """The new parameters after a step of SGD with rate 1, which show the gradient, and the loss."""
+    """The new parameters after a step of SGD with rate 1, which show the gradient, and
+    the loss."""
     model = make(name)
     if name not in ("unet", "vae", "bart"):
         model = restack(model, sequence_parallel=sequence_parallel)
@@ -178,8 +213,14 @@ ON_MESHES = [
     ("t5", "2x2x2", False),
     ("t5", "data2xtensor4", True),
     ("mixtral", "2x2x2", False),
-    *in_long(*((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae"))),
-    *in_long(("qwen3_moe", "data2xtensor4", True), ("unet", "tensor8", False)),  # 4 heads do not divide
+    *in_long(
+        *(
+            (name, "2x2x2", False)
+            for name in ("bart", "bert_masked", "vit_gpt2", "unet", "vae")
+        )
+    ),
+    # 4 heads do not divide.
+    *in_long(("qwen3_moe", "data2xtensor4", True), ("unet", "tensor8", False)),
 ]
 
 
@@ -194,10 +235,16 @@ def test_a_step_is_the_same_on_every_mesh(name, mesh_name, sequence_parallel):
         assert error <= 1e-4 * gradient + 1e-6, (path, error, gradient)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt2", jnp.float16), *in_long(("t5_gated", jnp.float16))])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt2", jnp.float16), *in_long(("t5_gated", jnp.float16))]
+)
 def test_gradients_in_low_precision_over_tensor(name, dtype):
     """`cast` inside the loss, over float32 parameters, as the README has it."""
-    model, batch, mesh = make(name, stacked=True), inputs(name, 4), mesh_of("data2xtensor4")
+    model, batch, mesh = (
+        make(name, stacked=True),
+        inputs(name, 4),
+        mesh_of("data2xtensor4"),
+    )
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad

@@ -1,8 +1,10 @@
-"""The TPU compiler's output for a train step: communication and memory, without a device.
+"""The TPU compiler's output for a train step: communication and memory, without a
+device.
 
-FSDP is measured with products in float32, which makes bytes and memory those of the parameters. At the default
-precision this compiler turns weights into bfloat16 first: half the bytes to gather, and a copy in bfloat16 of
-each device's part, which it keeps throughout a scan.
+FSDP is measured with products in float32, which makes bytes and memory those of the
+parameters. At the default precision this compiler turns weights into bfloat16 first:
+half the bytes to gather, and a copy in bfloat16 of each device's part, which it keeps
+throughout a scan.
 """
 
 import dataclasses
@@ -26,15 +28,23 @@ import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
 
 
-def test_what_is_sent_for_a_users_own_model_is_four_activations_a_layer_and_each_gradient_once_as_predicted():
+def test_a_users_own_model_sends_as_predicted_four_activations_a_layer_and_gradients():
     # The quickstart's, plain eqx.nn, with no building block.
     case, mesh, found, _ = compiled(workloads.quickstart_case(), "v4:2x2x2", 1, 4)
     assert_sends_the_least(case, mesh, found, 0.94)
 
 
-# Of the zoo, with what is predicted, in parts of what is sent. Pieces of fused weights this compiler moves
-# across borders with less; the sums of a low-rank branch and of its base it does not add first.
-ZOO = {"t5": 1.0, "gate_narrow": 1.0, "conv2d": 1.0, "moe_mixtral": 1.0, "fused_qkv": 1.106, "lora": 0.741}
+# Of the zoo, with what is predicted, in parts of what is sent. Pieces of fused weights
+# this compiler moves across borders with less; the sums of a low-rank branch and of its
+# base it does not add first.
+ZOO = {
+    "t5": 1.0,
+    "gate_narrow": 1.0,
+    "conv2d": 1.0,
+    "moe_mixtral": 1.0,
+    "fused_qkv": 1.106,
+    "lora": 0.741,
+}
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -50,22 +60,29 @@ def test_predictions_for_the_zoo(name):
     specs = {path: d.spec for path, d in explanation.decisions.items()}
     sent = layouts.compiled_bytes(model, loss, batch, specs, mesh, topology.OPTIONS)
     # Arrays of some hundred bytes, which this compiler sends as it finds best: a tenth.
-    assert explanation.communication.num_bytes == pytest.approx(ZOO[name] * sent, rel=0.1)
+    assert explanation.communication.num_bytes == pytest.approx(
+        ZOO[name] * sent, rel=0.1
+    )
     assert explanation.communication.at_least <= sent
 
 
 def test_fsdp_of_a_users_own_layers_moves_and_keeps_what_zero_3_does():
-    # Plain eqx.nn in a Python loop, with no building block: the quickstart's, made wide.
+    # Plain eqx.nn in a Python loop, with no building block: the quickstart's, made
+    # wide.
     def make_model(key: Any) -> Any:
         return quickstart.Transformer(dim=768, num_heads=6, num_layers=8, key=key)
 
     case = dataclasses.replace(workloads.quickstart_case(), make_model=make_model)
     mesh = topology.mesh("v5e:2x4", fsdp=8)
     with jax.default_matmul_precision("float32"):
-        program = workloads.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
+        program = workloads.lower_step(case, mesh).compile(
+            compiler_options=topology.OPTIONS
+        )
     model = eqx.filter_eval_shape(make_model, jax.random.key(0))
     parameters, layer = num_bytes(model), num_bytes(model.layers[0])
-    sent = sum(c.sent_bytes for c in communication(program, mesh)) / ((1 - 1 / mesh.size) * parameters)
+    sent = sum(c.sent_bytes for c in communication(program, mesh)) / (
+        (1 - 1 / mesh.size) * parameters
+    )
     assert 2.85 <= sent <= 3.15
     # With 8 layers one whole layer is a quarter of what is split.
     memory = program.memory_analysis()
@@ -74,7 +91,8 @@ def test_fsdp_of_a_users_own_layers_moves_and_keeps_what_zero_3_does():
 
 
 def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone():
-    """Left to itself, this compiler sums it over all eight devices, four of which have the same examples."""
+    """Left to itself, this compiler sums it over all eight devices, four of which have
+    the same examples."""
 
     def make_model(key: Any) -> Any:
         keys = jax.random.split(key)
@@ -90,15 +108,28 @@ def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone(
     model = eqx.filter_eval_shape(make_model, jax.random.key(0))
     shardings = rx.shard_rules(model, mesh, overrides=[("*", PartitionSpec())])
     model = jax.tree.map(
-        lambda x, s: x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings
+        lambda x, s: (
+            x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        ),
+        model,
+        shardings,
     )
     optimizer = optax.sgd(0.1)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     whole = jax.NamedSharding(mesh, PartitionSpec())
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
-    batch = jax.ShapeDtypeStruct((16, 32, 8, 8), jnp.float32, sharding=rx.batch_sharding(mesh))
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    found = communication(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state
+    )
+    batch = jax.ShapeDtypeStruct(
+        (16, 32, 8, 8), jnp.float32, sharding=rx.batch_sharding(mesh)
+    )
+    step = partial(
+        rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings
+    )
+    found = communication(
+        jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS),
+        mesh,
+    )
     assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("data",))}
 
 
@@ -108,5 +139,9 @@ def test_a_mesh_of_any_sizes_is_made_of_a_pod(name: str) -> None:
     for tensor in (2**k for k in range(len(found).bit_length())):
         for fsdp in (2**k for k in range((len(found) // tensor).bit_length())):
             mesh = rx.make_mesh(tensor=tensor, fsdp=fsdp, devices=found)
-            assert mesh.shape == {"data": len(found) // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            assert mesh.shape == {
+                "data": len(found) // tensor // fsdp,
+                "fsdp": fsdp,
+                "tensor": tensor,
+            }
             assert set(mesh.devices.flat) == set(found)

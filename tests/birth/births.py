@@ -1,4 +1,5 @@
-"""Models to be born, for the tests of `init_model`; and a program, one of two processes that create some."""
+"""Models to be born, for the tests of `init_model`; and a program, one of two processes
+that create some."""
 
 from typing import Any
 
@@ -22,7 +23,9 @@ def block(*, dtype: Any = jnp.float32, key: Array) -> dict[str, Any]:
     """Layers of Equinox, with biases, in a dtype."""
     keys = jax.random.split(key)
     return {
-        "attention": eqx.nn.MultiheadAttention(8, 64, use_query_bias=True, dtype=dtype, key=keys[0]),
+        "attention": eqx.nn.MultiheadAttention(
+            8, 64, use_query_bias=True, dtype=dtype, key=keys[0]
+        ),
         "norm": eqx.nn.LayerNorm(64, dtype=dtype),
         "mlp": eqx.nn.MLP(64, 64, 2048, 1, dtype=dtype, key=keys[1]),
     }
@@ -39,7 +42,10 @@ def make_initialised(key: Any) -> dict[str, Array]:
         "zeros": (given.zeros, jnp.bfloat16),
     }
     keys = jax.random.split(key, len(makers))
-    return {name: make(key, (64, 128), dtype) for (name, (make, dtype)), key in zip(makers.items(), keys)}
+    return {
+        name: make(key, (64, 128), dtype)
+        for (name, (make, dtype)), key in zip(makers.items(), keys)
+    }
 
 
 # Elementwise after their draw.
@@ -50,7 +56,9 @@ SPREAD: dict[str, Any] = {
     "embedding": lambda key: eqx.nn.Embedding(512, 64, key=key),
     "conv stacked": stacked(lambda key: eqx.nn.Conv2d(32, 64, 3, key=key)),
     "jitted": eqx.filter_jit(lambda key: eqx.nn.Linear(64, 2048, key=key)),
-    "changed": lambda key: jnp.tril(2 * jax.random.normal(key, (128, 64)).T) / jnp.sqrt(3.0),
+    "changed": lambda key: (
+        jnp.tril(2 * jax.random.normal(key, (128, 64)).T) / jnp.sqrt(3.0)
+    ),
 }
 
 
@@ -63,7 +71,11 @@ def mixed(key: Any) -> Array:
     """Much of what else a layer's initialisation may do."""
     first, second = jax.random.split(key)
     weight = jnp.cumsum(jnp.sort(jax.random.normal(first, (64, 64)), axis=1), axis=0)
-    weight = jnp.where(jnp.tril(jnp.ones((64, 64), bool)), weight, jnp.tanh(weight.T) @ jnp.ones((64, 64)))
+    weight = jnp.where(
+        jnp.tril(jnp.ones((64, 64), bool)),
+        weight,
+        jnp.tanh(weight.T) @ jnp.ones((64, 64)),
+    )
     parts = jnp.split(jax.random.permutation(second, weight), 2)
     return jnp.concatenate([parts[1], parts[0][::-1]]).reshape(32, 2, 64)
 
@@ -116,7 +128,9 @@ def make_and_print(key: Any) -> Any:
 
 
 def bits(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
 
 
 def main() -> None:
@@ -124,12 +138,17 @@ def main() -> None:
     assert len(jax.devices()) == 4
     mesh, alone = make_mesh(tensor=2, fsdp=2), one_device_mesh(jax.local_devices()[0])
     for maker in (everything, make_and_print):
-        born, expected = (to_arrays(init_model(maker, on, key=jax.random.key(0))) for on in (mesh, alone))
+        born, expected = (
+            to_arrays(init_model(maker, on, key=jax.random.key(0)))
+            for on in (mesh, alone)
+        )
         assert any(not x.is_fully_replicated for x in born.values())
         for path, x in born.items():
             assert x.sharding.mesh == mesh, path
             for shard in x.addressable_shards:
-                assert np.array_equal(bits(shard.data), bits(expected[path])[shard.index]), path
+                assert np.array_equal(
+                    bits(shard.data), bits(expected[path])[shard.index]
+                ), path
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`init_model`: each array is made where it lies, with the values of `make_model(key)`, on any mesh."""
+"""`init_model`: each array is made where it lies, with the values of `make_model(key)`,
+on any mesh."""
 
 import math
 import pathlib
@@ -23,12 +24,15 @@ KEY = jax.random.key(7)
 
 
 def plan(make: Any, mesh: Any) -> tuple[list[tuple[str, Any, jax.NamedSharding]], Any]:
-    """For each leaf its path, how it is made, and its sharding; and the values that the programs read."""
+    """For each leaf its path, how it is made, and its sharding; and the values that the
+    programs read."""
     closed, arrays, static = making.trace_arrays(make, KEY)
     shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh)))
     made, values = making.births_of(closed, KEY)
     paths = [path for path, _ in leaves_with_paths(arrays)]
-    return [(path, birth, shardings[path]) for path, birth in zip(paths, made, strict=True)], values
+    return [
+        (path, birth, shardings[path]) for path, birth in zip(paths, made, strict=True)
+    ], values
 
 
 def largest(compiled: Any) -> int:
@@ -38,7 +42,8 @@ def largest(compiled: Any) -> int:
 
 
 def to_rounding(x: Any, y: Any, path: Any = "") -> None:
-    """Equal up to last bits of the largest: of a product and a sum rounded once, or another order of a sum."""
+    """Equal up to last bits of the largest: of a product and a sum rounded once, or
+    another order of a sum."""
     assert (x.shape, x.dtype) == (y.shape, y.dtype), path
     x, y = host(x), host(y)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -67,14 +72,18 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
         # A draw of many is made of a few, of 32 bits, each as large as the shard.
         assert largest(compiled) <= shard, path
         assert compiled.memory_analysis().temp_size_in_bytes <= 16 * shard + 4096, path
-        assert not re.search(r"all-|collective-|reduce-scatter", compiled.as_text()), path
+        assert not re.search(r"all-|collective-|reduce-scatter", compiled.as_text()), (
+            path
+        )
         split += shard < math.prod(shape)
     assert split > 0
 
 
 def test_the_measure_sees_what_is_whole():
     sharding = jax.NamedSharding(make_mesh(tensor=8), jax.P("tensor"))
-    whole = jax.jit(lambda key: births.orthogonal(key, (64, 64)), out_shardings=sharding)
+    whole = jax.jit(
+        lambda key: births.orthogonal(key, (64, 64)), out_shardings=sharding
+    )
     assert largest(whole.lower(KEY).compile()) >= 64 * 64
 
 
@@ -106,7 +115,10 @@ OUTSIDE = jnp.linspace(0, 1, 4096).reshape(64, 64)
 def odd(key: Any) -> dict[str, Any]:
     """Leaves of other origins."""
     weight = jax.random.normal(key, (64, 64))
-    both = (eqx.nn.Embedding(64, 64, key=key), eqx.nn.Linear(64, 64, use_bias=False, key=key))
+    both = (
+        eqx.nn.Embedding(64, 64, key=key),
+        eqx.nn.Linear(64, 64, use_bias=False, key=key),
+    )
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     return {
         "weight": weight,
@@ -124,7 +136,11 @@ def odd(key: Any) -> dict[str, Any]:
 def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh():
     mesh = helpers.mesh_of("2x2x2")
     there = jax.device_put(KEY, jax.NamedSharding(mesh, jax.P()))
-    for key, typed in ((KEY, KEY), (there, KEY), (jax.random.PRNGKey(0), jax.random.key(0))):
+    for key, typed in (
+        (KEY, KEY),
+        (there, KEY),
+        (jax.random.PRNGKey(0), jax.random.key(0)),
+    ):
         born, model = init_model(odd, mesh, key=key), odd(typed)
         assert_identical(to_arrays(born), to_arrays(model))
     assert isinstance(born["table"], np.ndarray)
@@ -160,12 +176,15 @@ def make_deep(depth: int, key: Any) -> list[Any]:
         linear = eqx.nn.Linear(40, 2048, key=layer_key)
         weight = births.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
         key = jax.random.split(key, 3)[1]
-        layers.append((linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40))))
+        layers.append(
+            (linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40)))
+        )
     return layers
 
 
-def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_compiled():
-    """Without care, the body of a jitted constructor would be compiled once for each of its arrays."""
+def test_compilations_grow_neither_with_depth_nor_by_a_jit_nor_by_a_second_model():
+    """Without care, the body of a jitted constructor would be compiled once for each of
+    its arrays."""
     mesh = helpers.mesh_of("2x2x2")
 
     def count(make: Any, *keys: Any) -> int:
@@ -179,7 +198,10 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
     once = count(lambda key: make_deep(5, key), KEY)
     assert count(lambda key: make_deep(9, key), KEY) == once
     assert count(lambda key: make_deep(5, key), KEY, jax.random.key(1)) == once
-    jitted, plain = (count(lambda key, make=make: make(key=key), KEY) for make in (births.JITTED, births.block))
+    jitted, plain = (
+        count(lambda key, make=make: make(key=key), KEY)
+        for make in (births.JITTED, births.block)
+    )
     assert jitted <= plain
 
 
@@ -188,5 +210,7 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
 
 def test_two_processes(tmp_path):
     program = pathlib.Path(births.__file__)
-    processes = harness.start_loopback(tmp_path, program=program, num_devices=2, JAX_ENABLE_X64=0)
+    processes = harness.start_loopback(
+        tmp_path, program=program, num_devices=2, JAX_ENABLE_X64=0
+    )
     assert processes.leave(120)[0] == [0, 0], processes.text()

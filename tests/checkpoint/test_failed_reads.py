@@ -1,4 +1,5 @@
-"""A read that fails is no damage: it is raised as what it is, nothing is renamed, and the run goes on later."""
+"""A read that fails is no damage: it is raised as what it is, nothing is renamed, and
+the run goes on later."""
 
 import contextlib
 import errno
@@ -22,7 +23,8 @@ NEWEST = 4
 
 @pytest.fixture
 def run() -> Iterator[pathlib.Path]:
-    """The directory of a run with the checkpoints 2 and 4, which every user of the machine may read."""
+    """The directory of a run with the checkpoints 2 and 4, which every user of the
+    machine may read."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o755)
         counted(None, pathlib.Path(directory), num_steps=NEWEST)
@@ -50,7 +52,8 @@ def no_permission(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def input_output_error(path: pathlib.Path) -> Iterator[None]:
-    """Nothing is mapped at the beginning of a process's memory, so reading it gives EIO."""
+    """Nothing is mapped at the beginning of a process's memory, so reading it gives
+    EIO."""
     aside = path.rename(path.with_name("aside"))
     path.symlink_to("/proc/self/mem")
     try:
@@ -76,7 +79,12 @@ def too_many_open_files(path: pathlib.Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-FILES = ("record/record.json", "arrays/manifest.ocdbt", "arrays/_METADATA", "arrays/d/*")
+FILES = (
+    "record/record.json",
+    "arrays/manifest.ocdbt",
+    "arrays/_METADATA",
+    "arrays/d/*",
+)
 FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     **{f"EACCES of {file}": (no_permission, file) for file in FILES},
     "EACCES of a folder": (no_permission, "arrays"),
@@ -86,7 +94,9 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def names_in(directory: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != "history.jsonl")
+    return sorted(
+        path.name for path in directory.iterdir() if path.name != "history.jsonl"
+    )
 
 
 def fails(call: Callable[[], Any]) -> str:
@@ -96,7 +106,9 @@ def fails(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_failed_read_renames_nothing_and_reads_nothing_older(kind: str, run: pathlib.Path) -> None:
+def test_a_failed_read_renames_nothing_and_reads_nothing_older(
+    kind: str, run: pathlib.Path
+) -> None:
     fault, file = FAULTS[kind]
     like = linear_state()
     (path, *_) = (run / str(NEWEST)).glob(file)
@@ -112,8 +124,13 @@ def test_a_failed_read_renames_nothing_and_reads_nothing_older(kind: str, run: p
     assert int(rx.restore(run, like).step) == NEWEST
 
 
-@pytest.mark.parametrize("kind", ["EACCES of record/record.json", "EACCES of arrays/d/*", "EIO of arrays/d/*"])
-def test_a_run_does_not_go_on_from_an_older_checkpoint(kind: str, run: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["EACCES of record/record.json", "EACCES of arrays/d/*", "EIO of arrays/d/*"],
+)
+def test_a_run_does_not_go_on_from_an_older_checkpoint(
+    kind: str, run: pathlib.Path
+) -> None:
     fault, file = FAULTS[kind]
     (path, *_) = (run / str(NEWEST)).glob(file)
     before = names_in(run)
@@ -130,7 +147,8 @@ def test_a_run_does_not_go_on_from_an_older_checkpoint(kind: str, run: pathlib.P
 
 @contextlib.contextmanager
 def unreadable_record(path: pathlib.Path) -> Iterator[None]:
-    """As without the permission to read, which the owner of a directory of checkpoints must have to write."""
+    """As without the permission to read, which the owner of a directory of checkpoints
+    must have to write."""
     read = pathlib.Path.read_bytes
 
     def read_bytes(self: pathlib.Path) -> bytes:
@@ -158,24 +176,16 @@ def unreadable_for_orbax(path: pathlib.Path) -> Iterator[None]:
 def tensorstore_error(number: int, status: str) -> str:
     """As tensorstore 0.1.86 words it."""
     return (
-        f'{status}: Error opening "zarr" driver: Error reading local file "/run/4/arrays/manifest.ocdbt": '
-        f"Failed to read 115 bytes from file at offset 0: {os.strerror(number)} [os_error_code='{number}'] "
+        f'{status}: Error opening "zarr" driver: Error reading local file '
+        '"/run/4/arrays/manifest.ocdbt": '
+        f"Failed to read 115 bytes from file at offset 0: {os.strerror(number)} "
+        f"[os_error_code='{number}'] "
         "[tensorstore_spec='{}']"
     )
 
 
-NUMBERS = (
-    "EIO",
-    "ESTALE",
-    "EACCES",
-    "EPERM",
-    "EMFILE",
-    "ENFILE",
-    "ENOMEM",
-    "ETIMEDOUT",
-    "ENOTCONN",
-    "EHOSTDOWN",
-)
+NUMBERS = ("EIO", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE")
+NUMBERS += ("ENOMEM", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -196,7 +206,9 @@ def test_a_missing_file_is_damage(name: str) -> None:
     assert is_damage(ValueError("DATA_LOSS: Error decoding manifest"))
 
 
-def test_a_failure_of_one_read_is_looked_at_again(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_one_read_is_looked_at_again(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A glitch whose kind nobody names."""
     read = ocp.PyTreeCheckpointHandler.restore
     num_calls = 0
@@ -218,22 +230,32 @@ def test_the_list_does_not_leave_out_what_it_cannot_read(run: pathlib.Path) -> N
     assert steps_in(run) == [2, NEWEST]
 
 
-def test_the_list_of_a_directory_that_cannot_be_read_is_not_empty(run: pathlib.Path) -> None:
+def test_the_list_of_a_directory_that_cannot_be_read_is_not_empty(
+    run: pathlib.Path,
+) -> None:
     with no_permission(run):
         assert "PermissionError" in fails(lambda: rx.list_checkpoints(run))
 
 
-def test_an_older_checkpoint_that_cannot_be_read_is_not_needed_and_is_left(run: pathlib.Path) -> None:
+def test_an_older_checkpoint_that_cannot_be_read_is_not_needed_and_is_left(
+    run: pathlib.Path,
+) -> None:
     with unreadable_record(run / "2" / "record" / "record.json"):
         assert_same(counted(None, run, num_steps=8), counted(num_steps=8))
     assert [path.name for path in sorted(run.glob("[0-9]*"))] == ["2", "6", "8"]
 
 
-def test_a_run_does_not_begin_again_where_no_record_can_be_read(run: pathlib.Path) -> None:
+def test_a_run_does_not_begin_again_where_no_record_can_be_read(
+    run: pathlib.Path,
+) -> None:
     with contextlib.ExitStack() as stack:
         for step in ("2", "4"):
-            stack.enter_context(unreadable_record(run / step / "record" / "record.json"))
-        assert f"{run / '4'} cannot be read: PermissionError" in fails(lambda: counted(None, run, num_steps=8))
+            stack.enter_context(
+                unreadable_record(run / step / "record" / "record.json")
+            )
+        assert f"{run / '4'} cannot be read: PermissionError" in fails(
+            lambda: counted(None, run, num_steps=8)
+        )
     assert steps_in(run) == [2, 4]
 
 
@@ -250,5 +272,9 @@ def test_all_damaged_is_told_as_damage(run: pathlib.Path) -> None:
         (run / step / "record" / "record.json").write_bytes(b"{")
     with pytest.warns(UserWarning, match="4 is damaged"):
         raised(
-            rx.errors.CheckpointError, rx.restore, run, linear_state(), match="no checkpoint can be restored"
+            rx.errors.CheckpointError,
+            rx.restore,
+            run,
+            linear_state(),
+            match="no checkpoint can be restored",
         )

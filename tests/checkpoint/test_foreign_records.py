@@ -14,7 +14,8 @@ from fit_helpers import counted, linear_state, raised, steps_in
 
 import redco_eqx as rx
 
-ODD: list[Any] = [None, True, -1, 1.5, "x", [], {}, [1], {"a": 1}, [[1, 2]], 2**70, {"a": {"b": None}}]
+ODD: list[Any] = [None, True, -1, 1.5, "x", [], {}, [1], {"a": 1}, [[1, 2]], 2**70]
+ODD += [{"a": {"b": None}}]
 NAMED = (rx.errors.CheckpointError, rx.errors.CheckpointFormatError)
 
 
@@ -37,7 +38,8 @@ def written(directory: pathlib.Path, content: Any) -> None:
 
 
 def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in the record, but only one array of each kind, and what the user added."""
+    """Every place in the record, but only one array of each kind, and what the user
+    added."""
     if not isinstance(content, dict):
         return [path]
     found = [path] if path else []
@@ -49,15 +51,20 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def with_value(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     name, *rest = path
-    return {**content, name: with_value(content[name], tuple(rest), value) if rest else value}
+    return {
+        **content,
+        name: with_value(content[name], tuple(rest), value) if rest else value,
+    }
 
 
 # Anything may stand there: the user's own, or what is only compared or told.
-FREE = ("extras", "versions", "identity", "id", "order", "num_rows", "finished", "stopped", "window")
+FREE = ("extras", "versions", "identity", "id", "order", "num_rows")
+FREE += ("finished", "stopped", "window")
 
 
 def outcome(call: Any) -> str:
-    """Return `""` if the call succeeds, and else its error, which must be one with a name."""
+    """Return `""` if the call succeeds, and else its error, which must be one with a
+    name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -113,25 +120,15 @@ def check(state: Any, expected: Any) -> None:
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
-RUN = (
-    *(
-        "begin",
-        "num_steps",
-        "epoch",
-        "batch",
-        "batch_size",
-        "num_examples",
-        "evaluations",
-        "window",
-        "order",
-        "id",
-    ),
-    *("positions", "identity", "num_rows", "finished", "stopped"),
-)
+RUN = ("begin", "num_steps", "epoch", "batch", "batch_size", "num_examples")
+RUN += ("evaluations", "window", "order", "id")
+RUN += ("positions", "identity", "num_rows", "finished", "stopped")
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_run_never_fails_raw_over_its_record(name: str, whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_run_never_fails_raw_over_its_record(
+    name: str, whole: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     content = json.loads(record_of(whole).read_text())["content"]
     for index, value in enumerate([*ODD, "drop"]):
         directory = shutil.copytree(whole, tmp_path / str(index))
@@ -139,7 +136,11 @@ def test_a_run_never_fails_raw_over_its_record(name: str, whole: pathlib.Path, t
         if value == "drop":
             del changed["run"][name]
         written(directory, changed)
-        said = outcome(lambda d=directory: counted(None, rx.Checkpoints(d, every_steps=9), num_steps=4))
+        said = outcome(
+            lambda d=directory: counted(
+                None, rx.Checkpoints(d, every_steps=9), num_steps=4
+            )
+        )
         assert not said.startswith("RAW"), (value, said)
         if "FormatError" in said:
             assert (directory / "3").is_dir()
@@ -162,7 +163,8 @@ IDENTITIES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*(("window", x) for x in WINDOWS), *(("identity", x) for x in IDENTITIES)]
+    ("name", "value"),
+    [*(("window", x) for x in WINDOWS), *(("identity", x) for x in IDENTITIES)],
 )
 def test_a_foreign_part_of_a_run_is_named(
     name: str, value: Any, whole: pathlib.Path, tmp_path: pathlib.Path
@@ -171,29 +173,49 @@ def test_a_foreign_part_of_a_run_is_named(
     content = json.loads(record_of(whole).read_text())["content"]
     written(directory, with_value(content, ("run", name), value))
     said = outcome(lambda: counted(None, directory, num_steps=4))
-    assert said.startswith("CheckpointFormatError") or "is a different one" in said, said
+    assert said.startswith("CheckpointFormatError") or "is a different one" in said, (
+        said
+    )
 
 
 @pytest.mark.parametrize("impl", ["foo", "rbg", "", None])
-def test_a_foreign_kind_of_key_is_named(impl: Any, whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_foreign_kind_of_key_is_named(
+    impl: Any, whole: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     directory = shutil.copytree(whole, tmp_path / "run")
     content = json.loads(record_of(whole).read_text())["content"]
     written(directory, with_value(content, ("arrays", "key", "key_impl"), impl))
     match = (
-        rf"{directory}/3 has key as key<fry>\[\] of the kind {impl!r}, which does not make key<fry>.*unchanged"
+        rf"{directory}/3 has key as key<fry>\[\] of the kind {impl!r}, "
+        r"which does not make key<fry>.*unchanged"
     )
-    raised(rx.errors.CheckpointFormatError, rx.restore, directory, linear_state(), match=match)
+    raised(
+        rx.errors.CheckpointFormatError,
+        rx.restore,
+        directory,
+        linear_state(),
+        match=match,
+    )
     raised(rx.errors.CheckpointFormatError, counted, None, directory, match=match)
     assert (directory / "3").is_dir()
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "{}", '{"content": 1}', "[" * 100_000, "\xff", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "3", '"x"', "{}", '{"content": 1}', "[" * 100_000, "\xff", ""],
+)
 def test_a_record_that_is_something_else_is_damaged(
     text: str, whole: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     directory = shutil.copytree(whole, tmp_path / "run")
     record_of(directory).write_bytes(text.encode("latin-1"))
-    raised(rx.errors.CheckpointError, rx.restore, directory, linear_state(), match="is damaged")
+    raised(
+        rx.errors.CheckpointError,
+        rx.restore,
+        directory,
+        linear_state(),
+        match="is damaged",
+    )
 
 
 @pytest.mark.parametrize("content", [[], None, 3, "x", [1]], ids=repr)
@@ -202,6 +224,12 @@ def test_content_that_is_no_object_is_of_another_version(
 ) -> None:
     directory = shutil.copytree(whole, tmp_path / "run")
     written(directory, content)
-    raised(rx.errors.CheckpointFormatError, rx.restore, directory, linear_state(), match="another version")
+    raised(
+        rx.errors.CheckpointFormatError,
+        rx.restore,
+        directory,
+        linear_state(),
+        match="another version",
+    )
     with contextlib.suppress(*NAMED), pytest.warns(UserWarning, match="left out"):
         rx.list_checkpoints(directory)

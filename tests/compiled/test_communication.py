@@ -1,4 +1,5 @@
-"""`communication`: compiled programs whose collectives are known in closed form, totals, and the table."""
+"""`communication`: compiled programs whose collectives are known in closed form,
+totals, and the table."""
 
 import dataclasses
 import inspect
@@ -16,7 +17,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx._compiled.communication import Collective, Communication, Total, communication
+from redco_eqx._compiled.communication import (
+    Collective,
+    Communication,
+    Total,
+    communication,
+)
 from redco_eqx._sharding.mesh import AXES, make_mesh
 
 
@@ -31,13 +37,16 @@ def no_compilation_cache() -> Iterator[None]:
 
 
 MESH = make_mesh(fsdp=2, tensor=2)
-X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes
+# f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes.
+X = jnp.ones((8, 8, 8))
 LINEAR = eqx.nn.Linear(32, 32, use_bias=False, key=jax.random.key(0))
 
 
 def compiled(f: Any, mesh: Mesh = MESH) -> jax.stages.Compiled:
     """`f` on the parts that the devices hold."""
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False
+    )
     return jax.jit(mapped).lower(X).compile()
 
 
@@ -46,10 +55,17 @@ def only(found: Communication) -> Collective:
     return found[0]
 
 
-@pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
+@pytest.mark.parametrize(
+    "order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"]
+)
 def test_kinds_axes_and_bytes(order: list[int]) -> None:
-    """Devices are positions in the mesh: were they ids, groups would differ along other axes if mixed."""
-    mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    """Devices are positions in the mesh: were they ids, groups would differ along other
+    axes if mixed."""
+    mesh = Mesh(
+        np.array(jax.devices())[order].reshape(2, 2, 2),
+        AXES,
+        axis_types=(AxisType.Auto,) * 3,
+    )
     ring, swap = [(i, (i + 1) % 4) for i in range(4)], [(0, 1), (1, 0)]
     transpose = partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True)
     cases: list[tuple[Any, Any, str, int, int]] = [
@@ -60,19 +76,32 @@ def test_kinds_axes_and_bytes(order: list[int]) -> None:
         (partial(lax.psum_scatter, tiled=True), ("fsdp",), "reduce-scatter", 128, 128),
         (transpose, ("tensor",), "all-to-all", 256, 128),
         (partial(lax.ppermute, perm=swap), ("tensor",), "collective-permute", 256, 256),
-        (partial(lax.ppermute, perm=ring), ("data", "tensor"), "collective-permute", 256, 256),
+        (
+            partial(lax.ppermute, perm=ring),
+            ("data", "tensor"),
+            "collective-permute",
+            256,
+            256,
+        ),
     ]
     for f, axes, kind, result_bytes, sent_bytes in cases:
-        found = only(communication(compiled(lambda x, f=f, axes=axes: f(x, axes), mesh), mesh))
+        found = only(
+            communication(compiled(lambda x, f=f, axes=axes: f(x, axes), mesh), mesh)
+        )
         group_size = 2 ** len(axes) if kind != "collective-permute" else 2
         assert (found.kind, found.axes, found.group_size) == (kind, axes, group_size)
-        assert (found.result_bytes, found.sent_bytes) == (result_bytes, sent_bytes), (kind, axes)
+        assert (found.result_bytes, found.sent_bytes) == (result_bytes, sent_bytes), (
+            kind,
+            axes,
+        )
         assert (found.loops, found.count) == ((), 1)
 
 
 def test_axes_of_size_one() -> None:
     mesh = make_mesh(tensor=4)
-    found = only(communication(compiled(lambda x: lax.psum(x, ("data", "fsdp")), mesh), mesh))
+    found = only(
+        communication(compiled(lambda x: lax.psum(x, ("data", "fsdp")), mesh), mesh)
+    )
     assert found.axes == ("data",)
     found = communication(compiled(lambda x: lax.psum(x, "fsdp"), mesh), mesh)
     assert (found.counts, found.total) == ({}, Total(0, 0, 0, ""))
@@ -104,7 +133,10 @@ def test_loops_multiply() -> None:
         found = communication(program, MESH)
         assert sorted(c.loops for c in found) == loops
         total = Total(count, count * 256, count * 256, bound)
-        assert (found.counts, found.total) == ({("all-reduce", ("tensor",)): count}, total)
+        assert (found.counts, found.total) == (
+            {("all-reduce", ("tensor",)): count},
+            total,
+        )
         # The text and an abstract mesh will do.
         assert communication(program.as_text() or "", MESH.abstract_mesh) == found
 
@@ -127,9 +159,12 @@ def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> 
         layer = eqx.tree_at(lambda layer: layer.weight, LINEAR, weight)
         return jnp.sin(jax.vmap(layer)(x)).sum()
 
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=(weight.sharding, x.sharding))
+    gradient = jax.jit(
+        jax.grad(loss, argnums=(0, 1)), out_shardings=(weight.sharding, x.sharding)
+    )
     found = communication(gradient.lower(weight, x).compile(), mesh)
-    # The gather is of the input's gradient, which was asked for whole: the compiler adds it, and names no line.
+    # The gather is of the input's gradient, which was asked for whole: the compiler
+    # adds it, and names no line.
     assert {(c.kind, c.axes, c.is_backward): c.source for c in found} == {
         ("all-reduce", ("tensor",), False): line_of(loss, 2),
         ("all-reduce", ("data",), True): line_of(loss, 2),
@@ -140,18 +175,25 @@ def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> 
 def test_what_is_not_a_program_for_the_mesh_is_refused() -> None:
     jitted: Any = jax.jit(jnp.sin)
     for program, error, message in [
-        (jitted.lower(X).compile(), ValueError, r"for 1 device\(s\), but the mesh has 8"),
+        (
+            jitted.lower(X).compile(),
+            ValueError,
+            r"for 1 device\(s\), but the mesh has 8",
+        ),
         (jitted, TypeError, r"is a .*, but must be what Lowered.compile"),
         (jitted.lower(X), TypeError, r"is a Lowered, but must be what Lowered.compile"),
     ]:
         with pytest.raises(error, match=message):
-            inspect.unwrap(communication)(program, MESH)  # past the check of types that only tests have
+            # Past the check of types that only tests have.
+            inspect.unwrap(communication)(program, MESH)
 
 
 # Totals and the table.
 
 
-ONE = Collective("", (), 4, ("f32[256,1024]",), 2**20, (), False, "jit(f)/x", "/home/me/train.py:12")
+ONE = Collective(
+    "", (), 4, ("f32[256,1024]",), 2**20, (), False, "jit(f)/x", "/home/me/train.py:12"
+)
 
 
 def collective(kind: str, *axes: str, **changes: Any) -> Collective:
@@ -166,12 +208,19 @@ def test_totals_and_table() -> None:
         collective("all-reduce", "tensor", operation="jit(f)/transpose(jvp())/x"),
         collective("all-reduce", "data", "fsdp", result_bytes=4, source=""),
     )
-    found, kinds = Communication(collectives), ("all-reduce", "all-gather", "all-reduce")
+    found, kinds = (
+        Communication(collectives),
+        ("all-reduce", "all-gather", "all-reduce"),
+    )
     counts = zip(kinds, (("tensor",), ("fsdp",), ("data", "fsdp")), (14, 3, 1))
-    assert list(found.counts.items()) == [((kind, axes), count) for kind, axes, count in counts]
+    assert list(found.counts.items()) == [
+        ((kind, axes), count) for kind, axes, count in counts
+    ]
     of_axes = [(axes, total.count) for axes, total in found.by_axes.items()]
     assert of_axes == [(("tensor",), 14), (("fsdp",), 3), (("data", "fsdp"), 1)]
-    assert found.total == Total(18, 17 * 2**20 + 4, 14 * 2**20 * 6 // 4 + 3 * 2**20 * 3 // 4 + 6, "")
+    assert found.total == Total(
+        18, 17 * 2**20 + 4, 14 * 2**20 * 6 // 4 + 3 * 2**20 * 3 // 4 + 6, ""
+    )
     assert str(found).splitlines() == [
         "kind        axes       count     MiB  MiB sent  source",
         "all-reduce  tensor        13  13.000    19.500  train.py:12",
@@ -189,7 +238,9 @@ def test_the_table_says_what_is_not_exact() -> None:
         ([{}, {"conditional": True}], "<=", ["<="]),
         ([{"loops": (None,)}, {"conditional": True}], "~", [">=", "<="]),
     ):
-        found = Communication(collective("all-reduce", "tensor", **change) for change in changes)
+        found = Communication(
+            collective("all-reduce", "tensor", **change) for change in changes
+        )
         assert found.by_axes[("tensor",)].bound == found.total.bound == bound
         _, row, total, *said = str(found).splitlines()
         assert row.split()[2] == total.split()[1] == f"{bound}{found.total.count}"

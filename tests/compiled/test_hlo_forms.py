@@ -1,4 +1,5 @@
-"""Text that is not from here: XLA's other forms of collectives, in the words of the TPU and GPU compilers."""
+"""Text that is not from here: XLA's other forms of collectives, in the words of the TPU
+and GPU compilers."""
 
 import pytest
 from helpers import assert_refused
@@ -19,7 +20,10 @@ def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
 
 
 def reduce(shape: str = "f32[4]{0}", groups: str = "[4,2]<=[8]", more: str = "") -> str:
-    return f"  ROOT %r = {shape} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add{more}"
+    return (
+        f"  ROOT %r = {shape} all-reduce(%p), channel_id=1, replica_groups={groups}, "
+        f"to_apply=%add{more}"
+    )
 
 
 FORMS: list[tuple[str, tuple[str, ...]]] = [
@@ -48,39 +52,65 @@ FORMS: list[tuple[str, tuple[str, ...]]] = [
 
 def test_forms_of_replica_groups() -> None:
     for groups, axes in FORMS:
-        assert only(communication(module(reduce(groups=groups)), CUBE)).axes == axes, groups
+        assert only(communication(module(reduce(groups=groups)), CUBE)).axes == axes, (
+            groups
+        )
 
 
 def test_groups_of_one_device_and_a_permute_to_oneself_are_left_out() -> None:
-    for groups in ("{{0},{1},{2},{3}}", "[8,1]<=[8]", "mesh['a'=8,'b'=1] {'b'}", "mesh['a'=8] {}"):
+    for groups in (
+        "{{0},{1},{2},{3}}",
+        "[8,1]<=[8]",
+        "mesh['a'=8,'b'=1] {'b'}",
+        "mesh['a'=8] {}",
+    ):
         assert len(communication(module(reduce(groups=groups)), CUBE)) == 0, groups
-    line = "  %r = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,1}}"
+    line = (
+        "  %r = f32[4]{0} collective-permute(%p), channel_id=1, "
+        "source_target_pairs={{0,0},{1,1}}"
+    )
     assert len(communication(module(line), CUBE)) == 0
-    assert only(communication(module(line.replace("{1,1}", "{1,5}")), CUBE)).axes == ("data",)
+    assert only(communication(module(line.replace("{1,1}", "{1,5}")), CUBE)).axes == (
+        "data",
+    )
 
 
-G = "channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"
+PLAIN = "channel_id=1, replica_groups=[4,2]<=[8]"
+G = f"{PLAIN}, dimensions={{0}}"
 
 
 PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
 TILED = "{1,0:T(8,128)(2,1)"
 # A kind, the shapes of its results, and the start of its asynchronous form.
 STARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "all-reduce": (("f32[8]", "bf16[2,3]"),
-        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add"),
-    "all-gather": (("bf16[8,128]", "f32[6]"),
-        f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, f32[6]{{0}})) "
-        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}"),
-    "reduce-scatter": (("f32[2]",),
-        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add"),
-    "collective-permute": (("f32[4]",),
-        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS),
-}  # a table: a collective, its results, its start  # fmt: skip
+    "all-reduce": (
+        ("f32[8]", "bf16[2,3]"),
+        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
+    ),
+    "all-gather": (
+        ("bf16[8,128]", "f32[6]"),
+        f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, "
+        f"f32[6]{{0}})) all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
+    ),
+    "reduce-scatter": (
+        ("f32[2]",),
+        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
+    ),
+    "collective-permute": (
+        ("f32[4]",),
+        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
+        "collective-permute-start(%p), " + PAIRS,
+    ),
+}
 
 
 def test_asynchronous_forms_count_once() -> None:
     for kind, (shapes, start) in STARTS.items():
-        found = only(communication(module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)"), CUBE))
+        found = only(
+            communication(
+                module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)"), CUBE
+            )
+        )
         assert (found.kind, found.axes, found.shapes) == (kind, ("tensor",), shapes)
 
 
@@ -94,7 +124,11 @@ def test_a_wrapped_asynchronous_form_counts_once() -> None:
   ROOT %rs = u32[2]{{0}} reduce-scatter(%x), {G}, to_apply=%add
 }}, execution_thread="parallel" """
     found = only(communication(module(lines, wrapped), CUBE))
-    assert (found.kind, found.axes, found.shapes) == ("reduce-scatter", ("tensor",), ("u32[2]",))
+    assert (found.kind, found.axes, found.shapes) == (
+        "reduce-scatter",
+        ("tensor",),
+        ("u32[2]",),
+    )
 
 
 def test_calls_are_followed_each_time() -> None:
@@ -104,13 +138,15 @@ def test_calls_are_followed_each_time() -> None:
     outer = """%outer (x: f32[4]) -> f32[4] {
   %a = f32[4]{0} fusion(%x), kind=kCustom, calls=%inner
   ROOT %b = f32[4]{0} custom-call(%a), custom_call_target="x", called_computations={%inner}
-}"""
+}"""  # noqa: E501
     entry = """
   %a = f32[4]{0} call(%p), to_apply=%outer
   %b = f32[4]{0} call(%a), to_apply=%outer
   %c = pred[] constant(true)
-  ROOT %d = f32[4]{0} conditional(%c, %b, %b), true_computation=%inner, false_computation=%outer"""
-    assert [c.conditional for c in communication(module(entry, inner, outer), CUBE)] == [False] * 4 + [True] * 2
+  ROOT %d = f32[4]{0} conditional(%c, %b, %b), true_computation=%inner, false_computation=%outer"""  # noqa: E501
+    assert [
+        c.conditional for c in communication(module(entry, inner, outer), CUBE)
+    ] == [False] * 4 + [True] * 2
 
 
 LOOP = "(s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)})"
@@ -129,12 +165,13 @@ def loop(
     trips: str = "",
     after: str = "add(%i, %step)",
 ) -> str:
-    """A program whose loop has an all-reduce in its body and another in its condition."""
+    """A program whose loop has an all-reduce in its body and another in its
+    condition."""
     body = f"""%body (c: {LOOP}) -> {LOOP} {{
 {CARRIED}
   %step = s32[]{{:T(128)}} {step}
   %next = s32[]{{:T(128)}} {after}, backend_config={{"flag_configs":[]}}
-  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
+  %r = f32[4]{{0}} all-reduce(%x), {PLAIN}, to_apply=%add
   ROOT %out = {LOOP} tuple(%next, %r, %n)
 }}"""
     compare = """%fused_compare (a: s32[], b: s32[]) -> pred[] {
@@ -145,7 +182,7 @@ def loop(
     condition = f"""%condition (c: {LOOP}) -> pred[] {{
 {CARRIED}
   %limit = s32[]{{:T(128)}} constant(10)
-  %y = f32[2]{{0}} reduce-scatter(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
+  %y = f32[2]{{0}} reduce-scatter(%x), {PLAIN}, to_apply=%add
   ROOT %test = pred[]{{:T(512)}} {test}
 }}"""
     entry = f"""
@@ -158,7 +195,11 @@ def loop(
     return module(entry, compare, body, condition)
 
 
-LESS, NOT, FROM_30 = "compare(%i, %limit), direction=LT", "compare(%i, %limit), direction=NE", "constant(30)"
+LESS, NOT, FROM_30 = (
+    "compare(%i, %limit), direction=LT",
+    "compare(%i, %limit), direction=NE",
+    "constant(30)",
+)
 TRIPS: list[tuple[dict[str, str], int | None]] = [
     ({}, 10),
     ({"step": "constant(3)"}, 4),
@@ -168,7 +209,14 @@ TRIPS: list[tuple[dict[str, str], int | None]] = [
     ({"test": NOT, "step": "constant(2)"}, 5),
     ({"test": NOT, "step": "constant(3)"}, None),
     ({"start": FROM_30, "step": "constant(-2)", "test": LESS.replace("LT", "GE")}, 11),
-    ({"start": FROM_30, "after": "subtract(%i, %step)", "test": LESS.replace("LT", "GT")}, 20),
+    (
+        {
+            "start": FROM_30,
+            "after": "subtract(%i, %step)",
+            "test": LESS.replace("LT", "GT"),
+        },
+        20,
+    ),
     ({"test": "fusion(%i, %limit), kind=kLoop, calls=%fused_compare"}, 10),
     ({"test": "compare(%i, %n), direction=LT"}, 7),
     ({"start": "get-tuple-element(%p), index=0"}, None),
@@ -198,8 +246,9 @@ def test_tpu_reduce_scatter_fusion() -> None:
 }"""
     entry = (
         "  ROOT %fusion.98 = f32[256,2048]{1,0:T(8,128)S(1)} fusion(%p), kind=kCustom, "
-        'calls=%all-reduce-scatter.clone.1, metadata={op_name="jit(f)/dot_general" stack_frame_id=3}, '
-        'backend_config={"debug":"\\nall-reduce-scatter ND: (x, all-reduce(%q), to_apply=%nothing"}'
+        'calls=%all-reduce-scatter.clone.1, metadata={op_name="jit(f)/dot_general" '
+        'stack_frame_id=3}, backend_config={"debug":"\\nall-reduce-scatter ND: (x, '
+        'all-reduce(%q), to_apply=%nothing"}'
     )
     found = only(communication(module(entry, fused), CUBE))
     assert (found.kind, found.axes) == ("reduce-scatter", ("fsdp",))
@@ -209,29 +258,36 @@ def test_tpu_reduce_scatter_fusion() -> None:
 
 def test_tpu_collective_fused_with_other_work_counts_once() -> None:
     gather = (
-        "bf16[8,128]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=4, replica_groups=[4,2]<=[8], "
+        "bf16[8,128]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=4, "
+        "replica_groups=[4,2]<=[8], "
         'dimensions={0}, frontend_attributes={chain_id="0"}'
     )
-    start = f"""%fused_computation.1 (x: bf16[4,128]) -> (bf16[4,128], bf16[8,128], u32[]) {{
+    results = "(bf16[4,128], bf16[8,128], u32[])"
+    start = f"""%fused_computation.1 (x: bf16[4,128]) -> {results} {{
   %ag.1 = {gather}
-  ROOT %cc = (bf16[4,128], bf16[8,128], u32[]) custom-call(%ag.1),
+  ROOT %cc = {results} custom-call(%ag.1),
     custom_call_target="AsyncCollectiveStart"
 }}"""
-    work = f"""%async_collective_fusion.2 (x: bf16[4,128]) -> (bf16[4,128], bf16[8,128], u32[]) {{
+    work = f"""%async_collective_fusion.2 (x: bf16[4,128]) -> {results} {{
   %ag.2 = {gather}
-  ROOT %tuple = (bf16[4,128], bf16[8,128], u32[]) tuple(%x, %ag.2, %y)
+  ROOT %tuple = {results} tuple(%x, %ag.2, %y)
 }}"""
     done = f"""%fused_computation.3 (x: bf16[4,128]) -> bf16[8,128] {{
   %ag.3 = {gather}
   ROOT %cc = bf16[8,128] custom-call(%x, %ag.3), custom_call_target="AsyncCollectiveDone"
-}}"""
-    other = gather.replace(', frontend_attributes={chain_id="0"}', "").replace("[8]", "[4,2]T(1,0)")
+}}"""  # noqa: E501
+    other = gather.replace(', frontend_attributes={chain_id="0"}', "").replace(
+        "[8]", "[4,2]T(1,0)"
+    )
     entry = f"""
-  %s = (bf16[4,128], bf16[8,128], u32[]) fusion(%p), kind=kCustom, calls=%fused_computation.1
-  %w = (bf16[4,128], bf16[8,128], u32[]) fusion(%s), kind=kOutput, calls=%async_collective_fusion.2
+  %s = {results} fusion(%p), kind=kCustom, calls=%fused_computation.1
+  %w = {results} fusion(%s), kind=kOutput, calls=%async_collective_fusion.2
   %o = {other}
   ROOT %d = bf16[8,128] fusion(%w), kind=kCustom, calls=%fused_computation.3"""
-    assert [c.axes for c in communication(module(entry, start, work, done), CUBE)] == [("tensor",), ("fsdp",)]
+    assert [c.axes for c in communication(module(entry, start, work, done), CUBE)] == [
+        ("tensor",),
+        ("fsdp",),
+    ]
 
 
 BYTES = {
@@ -250,7 +306,10 @@ BYTES = {
 
 
 def test_bytes_of_dtypes() -> None:
-    assert {shape: only(communication(module(reduce(shape)), CUBE)).result_bytes for shape in BYTES} == BYTES
+    assert {
+        shape: only(communication(module(reduce(shape)), CUBE)).result_bytes
+        for shape in BYTES
+    } == BYTES
 
 
 def test_names_without_percent_sign_and_operation() -> None:
@@ -266,7 +325,10 @@ ENTRY main {{
 
 
 ERRORS = [
-    (module("  %p = f32[4] parameter(0)", num_partitions=4), r"for 4 device\(s\).*has 8"),
+    (
+        module("  %p = f32[4] parameter(0)", num_partitions=4),
+        r"for 4 device\(s\).*has 8",
+    ),
     ("module @jit_f { func.func public @main() }", "0 ENTRY"),
     (module(reduce("q7[4]")), "width of dtype 'q7'"),
     (module(reduce(groups="<0,1>")), "groups of this.*all-reduce"),
@@ -302,7 +364,9 @@ StackFrames
 4 {{file_location_id=2 parent_frame_id={outermost}}}
 """
     metadata = ', metadata={{op_name="x" stack_frame_id={}}}'
-    lines = [reduce(more=metadata.format(i)).replace("ROOT %r", f"%r{i}") for i in (1, 3, 4)]
+    lines = [
+        reduce(more=metadata.format(i)).replace("ROOT %r", f"%r{i}") for i in (1, 3, 4)
+    ]
     header, _, rest = module("\n".join([*lines, reduce()])).partition("\n\n")
     assert [c.source for c in communication(f"{header}\n{tables}\n{rest}", CUBE)] == [
         "/home/me/train.py:30",

@@ -1,4 +1,5 @@
-"""Batches: every example once and in order, placed on the mesh, made ahead by threads that end."""
+"""Batches: every example once and in order, placed on the mesh, made ahead by threads
+that end."""
 
 import fractions
 import functools
@@ -26,7 +27,12 @@ import redco_eqx as rx
 from redco_eqx._data import workers
 from redco_eqx._data.order import Permutation, epoch_order
 from redco_eqx._data.placement import batch_sizes
-from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
+from redco_eqx._sharding.mesh import (
+    batch_sharding,
+    make_mesh,
+    num_batch_shards,
+    replicated,
+)
 
 KEY = jax.random.key(0)
 
@@ -52,9 +58,20 @@ def collate(examples):
     return {"x": np.asarray(examples, np.int32), "nested": [wide]}
 
 
-def batches(examples, collate_fn, *, prefetch=2, num_workers=0, batch_size=8, mesh=None, **arguments):
+def batches(
+    examples,
+    collate_fn,
+    *,
+    prefetch=2,
+    num_workers=0,
+    batch_size=8,
+    mesh=None,
+    **arguments,
+):
     data = rx.Data(examples, prefetch=prefetch, num_workers=num_workers)
-    return rx.batches(data, collate_fn, batch_size=batch_size, mesh=mesh or make_mesh(), **arguments)
+    return rx.batches(
+        data, collate_fn, batch_size=batch_size, mesh=mesh or make_mesh(), **arguments
+    )
 
 
 def values(made):
@@ -74,12 +91,16 @@ def values(made):
     prefetch=st.integers(0, 3),
     data=st.data(),
 )
-def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainder, shuffle, prefetch, data):
+def test_no_example_lost_or_counted_twice(
+    name, num_examples, multiple, remainder, shuffle, prefetch, data
+):
     mesh = make_mesh(**MESHES[name])
     batch_size = multiple * num_batch_shards(mesh)
     if remainder == "drop" and num_examples < batch_size:
         num_examples += batch_size
-    key, order = (KEY, epoch_order(num_examples, KEY, 1)) if shuffle else (None, lambda x: x)
+    key, order = (
+        (KEY, epoch_order(num_examples, KEY, 1)) if shuffle else (None, lambda x: x)
+    )
     order = order(np.arange(num_examples)).tolist()
     arguments = {"batch_size": batch_size, "mesh": mesh, "key": key, "epoch": 1}
     arguments |= {"remainder": remainder, "prefetch": prefetch}
@@ -114,10 +135,16 @@ def test_placed_batch_is_the_collated_one(name):
         collated.append(collate(examples))
         return collated[-1]
 
-    made = list(batches(range(27), remember, mesh=mesh, key=KEY, remainder="split", prefetch=0))
+    made = list(
+        batches(range(27), remember, mesh=mesh, key=KEY, remainder="split", prefetch=0)
+    )
     assert len(made) == len(collated)
     for batch, host in zip(made, collated):
-        expected = batch_sharding(mesh) if len(host["x"]) % num_batch_shards(mesh) == 0 else replicated(mesh)
+        expected = (
+            batch_sharding(mesh)
+            if len(host["x"]) % num_batch_shards(mesh) == 0
+            else replicated(mesh)
+        )
         for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(host), strict=True):
             assert (x.sharding, x.dtype, x.committed) == (expected, y.dtype, True)
             np.testing.assert_array_equal(x, y)
@@ -176,7 +203,9 @@ def lose_in_a_cycle(made):
     gc.collect()
 
 
-@pytest.mark.parametrize("consume", [list, close_early, raise_in_consumer, lose_in_a_cycle])
+@pytest.mark.parametrize(
+    "consume", [list, close_early, raise_in_consumer, lose_in_a_cycle]
+)
 def test_thread_ends(consume):
     for prefetch in (0, 1, 50):
         made = batches(range(80), collate, prefetch=prefetch)
@@ -242,7 +271,9 @@ def test_exception_arrives_at_its_batch(error):
             next(made)
         cause: Any = caught.value if error is KeyError else caught.value.__context__
         assert (type(cause), cause.args) == (error, ("bad row",))
-        assert "__getitem__" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+        assert "__getitem__" in [
+            frame.name for frame in traceback.extract_tb(cause.__traceback__)
+        ]
         told = " ".join([str(caught.value), *getattr(cause, "__notes__", [])])
         assert all(part in told for part in ("This is batch 2 of epoch 0", "start=2"))
         assert list(made) == []
@@ -289,14 +320,42 @@ def test_arrays_that_are_accepted():
 
 def test_what_collate_fn_may_not_return():
     for bad, error, message in (
-        (lambda x: None, ValueError, r"returned None, which holds no array.*leading dim 8"),
-        (lambda x: {"a": np.float32(1)}, ValueError, r"leaf 'a' is float32\[\].*must be 8"),
+        (
+            lambda x: None,
+            ValueError,
+            r"returned None, which holds no array.*leading dim 8",
+        ),
+        (
+            lambda x: {"a": np.float32(1)},
+            ValueError,
+            r"leaf 'a' is float32\[\].*must be 8",
+        ),
         (lambda x: {"a": list(x)}, TypeError, r"leaf 'a.0' is a int"),
-        (lambda x: (np.zeros((8, 2)), np.zeros((4, 2))), ValueError, r"leaf '1' is float64\[4,2\]"),
-        (lambda x: np.zeros((9,), np.int32), ValueError, r"the batch is int32\[9\].*must be 8"),
-        (lambda x: {"t": np.asarray(["a"] * 8)}, TypeError, r"leaf 't' is <U1\[8\].*numbers and boo"),
-        (lambda x: {"t": np.zeros(8, "datetime64[s]")}, TypeError, r"datetime64\[s\]\[8\]"),
-        (lambda x: {"k": jax.random.split(KEY, 8)}, TypeError, r"leaf 'k' is key<fry>\[8\].*loss func"),
+        (
+            lambda x: (np.zeros((8, 2)), np.zeros((4, 2))),
+            ValueError,
+            r"leaf '1' is float64\[4,2\]",
+        ),
+        (
+            lambda x: np.zeros((9,), np.int32),
+            ValueError,
+            r"the batch is int32\[9\].*must be 8",
+        ),
+        (
+            lambda x: {"t": np.asarray(["a"] * 8)},
+            TypeError,
+            r"leaf 't' is <U1\[8\].*numbers and boo",
+        ),
+        (
+            lambda x: {"t": np.zeros(8, "datetime64[s]")},
+            TypeError,
+            r"datetime64\[s\]\[8\]",
+        ),
+        (
+            lambda x: {"k": jax.random.split(KEY, 8)},
+            TypeError,
+            r"leaf 'k' is key<fry>\[8\].*loss func",
+        ),
     ):
         raised(error, next, batches(range(16), bad), match=message)
         assert no_threads_left(), message
@@ -304,18 +363,32 @@ def test_what_collate_fn_may_not_return():
 
 def test_numbers_that_32_bits_do_not_hold_are_refused():
     def made(x):
-        return next(batches([0] * 8, lambda rows: {"x": np.array([0, x] * 4, x.dtype)}))["x"]
+        return next(
+            batches([0] * 8, lambda rows: {"x": np.array([0, x] * 4, x.dtype)})
+        )["x"]
 
     for value, message in (
-        (np.int64(2**31), r"leaf 'x' is int64\[8\] and has 2147483648, but JAX stores it as int32"),
+        (
+            np.int64(2**31),
+            r"leaf 'x' is int64\[8\] and has 2147483648, but JAX stores it as int32",
+        ),
         (np.int64(-(2**40)), r"has -1099511627776, but"),
         (np.uint64(2**32), r"has 4294967296, but JAX stores it as uint32"),
-        (np.float64(-1e39), r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32"),
+        (
+            np.float64(-1e39),
+            r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32",
+        ),
     ):
         raised(ValueError, made, value, match=rf"^collate_fn: .*{message}")
         with jax.enable_x64(True):
             assert made(value)[1] == value
-    held = (np.int64(-(2**31)), np.int64(2**31 - 1), np.uint64(2**32 - 1), np.float64(0.1), np.float64(-np.inf))
+    held = (
+        np.int64(-(2**31)),
+        np.int64(2**31 - 1),
+        np.uint64(2**32 - 1),
+        np.float64(0.1),
+        np.float64(-np.inf),
+    )
     assert [made(value).dtype.itemsize for value in held] == [4] * 5
 
 
@@ -324,13 +397,33 @@ def test_numbers_that_32_bits_do_not_hold_are_refused():
 
 def test_errors_at_the_call():
     for wrong, error, message in (
-        ({"batch_size": 0}, ValueError, r"batch_size=0 must be a positive multiple of 4.*Use 4"),
-        ({"batch_size": 10}, ValueError, r"batch_size=10.*of 4.*\(data=2, fsdp=2\).*Use 8"),
-        ({"batch_size": 64}, ValueError, r"batch_size=64, but there are only 40 examples.*split"),
+        (
+            {"batch_size": 0},
+            ValueError,
+            r"batch_size=0 must be a positive multiple of 4.*Use 4",
+        ),
+        (
+            {"batch_size": 10},
+            ValueError,
+            r"batch_size=10.*of 4.*\(data=2, fsdp=2\).*Use 8",
+        ),
+        (
+            {"batch_size": 64},
+            ValueError,
+            r"batch_size=64, but there are only 40 examples.*split",
+        ),
         ({"examples": []}, ValueError, r"examples is empty"),
-        ({"examples": iter([1])}, TypeError, r"examples is a list_iterator.*list\(\.\.\.\)"),
+        (
+            {"examples": iter([1])},
+            TypeError,
+            r"examples is a list_iterator.*list\(\.\.\.\)",
+        ),
         ({"examples": {"a": 1}}, TypeError, r"examples is a dict"),
-        ({"remainder": "keep"}, ValueError, r"remainder='keep', but it must be \"drop\""),
+        (
+            {"remainder": "keep"},
+            ValueError,
+            r"remainder='keep', but it must be \"drop\"",
+        ),
         ({"start": 6}, ValueError, r"start=6, but the epoch has 5 batches.*0\.\.5"),
         ({"start": -1}, ValueError, r"start=-1"),
         ({"prefetch": -1}, ValueError, r"prefetch=-1"),
@@ -339,12 +432,17 @@ def test_errors_at_the_call():
         ({"key": KEY, "epoch": -1}, ValueError, r"epoch=-1"),
         ({"mesh": jax.make_mesh((8,), ("x",))}, ValueError, r"mesh has axes \('x',\)"),
     ):
-        arguments = {"examples": range(40), "mesh": make_mesh(tensor=2, fsdp=2), **wrong}
+        arguments = {
+            "examples": range(40),
+            "mesh": make_mesh(tensor=2, fsdp=2),
+            **wrong,
+        }
         with pytest.raises(error, match=message):
             batches(arguments.pop("examples"), collate, **arguments)
 
 
-# The order of an epoch: a permutation, uniform as far as can be told, the same for ever, in no memory.
+# The order of an epoch: a permutation, uniform as far as can be told, the same for
+# ever, in no memory.
 
 
 def order_of(n, key, epoch):
@@ -354,17 +452,22 @@ def order_of(n, key, epoch):
 def test_it_is_a_permutation():
     for n in range(1, 40):
         for epoch in range(4):
-            assert sorted(order_of(n, KEY, epoch).tolist()) == list(range(n)), (n, epoch)
+            assert sorted(order_of(n, KEY, epoch).tolist()) == list(range(n)), (
+                n,
+                epoch,
+            )
     n = 10**6 + 3
     assert np.array_equal(np.sort(order_of(n, KEY, 0)), np.arange(n))
 
 
 def test_it_differs_by_epoch_and_key_and_stays_the_same_between_versions():
     keys = [jax.random.key(seed) for seed in range(4)]
-    orders = [tuple(order_of(100, key, epoch).tolist()) for key in keys for epoch in range(4)]
+    orders = [
+        tuple(order_of(100, key, epoch).tolist()) for key in keys for epoch in range(4)
+    ]
     assert len(set(orders)) == len(orders)
-    # A run that is resumed under another version of NumPy or of this library goes on in this order. Another one
-    # needs another name for `RunRecord.order`.
+    # A run that is resumed under another version of NumPy or of this library goes on in
+    # this order. Another one needs another name for `RunRecord.order`.
     assert order_of(10, jax.random.key(7), 3).tolist() == [2, 6, 8, 1, 3, 0, 5, 4, 7, 9]
 
 
@@ -394,7 +497,9 @@ def test_it_is_the_network_by_hand():
     for n in (1, 2, 3, 10, 1000, 2**32 + 1, 2**40 - 1, 2**62 + 3, sys.maxsize):
         order = epoch_order(n, KEY, 5)
         positions = np.array(sorted({(n - 1) * i // 9 for i in range(10)}))
-        assert order(positions).tolist() == [by_hand(n, order.keys, i) for i in positions.tolist()]
+        assert order(positions).tolist() == [
+            by_hand(n, order.keys, i) for i in positions.tolist()
+        ]
 
 
 def test_every_kind_of_key():
@@ -402,25 +507,36 @@ def test_every_kind_of_key():
     np.testing.assert_array_equal(order_of(20, jax.random.PRNGKey(3), 1), expected)
     on_mesh = jax.device_put(jax.random.key(3), replicated(make_mesh()))
     np.testing.assert_array_equal(order_of(20, on_mesh, 1), expected)
-    assert sorted(order_of(20, jax.random.key(3, impl="rbg"), 1).tolist()) == list(range(20))
+    assert sorted(order_of(20, jax.random.key(3, impl="rbg"), 1).tolist()) == list(
+        range(20)
+    )
     # Past the annotations, which are checked in tests only.
     order = inspect.unwrap(epoch_order)
     for key in (jax.random.split(KEY), 0, None):
         raised(ValueError, order, 10, key, 0, match="key must be one PRNG key")
 
 
-# Uniform, by Pearson's test. By chance a p-value is below this once in a million; here every draw is fixed.
+# Uniform, by Pearson's test. By chance a p-value is below this once in a million; here
+# every draw is fixed.
 
 LOWEST = 1e-6
 
 
 def p_values(n, num_rounds=20, num_draws=4000):
-    """Those of the pairs of neighbours, at three places, and of all orders, if they are few. 200,000 draws were
-    tried too."""
-    keys = np.random.default_rng(1).integers(0, 2**64, (num_draws, num_rounds), dtype=np.uint64)
+    """Those of the pairs of neighbours, at three places, and of all orders, if they are
+    few. 200,000 draws were tried too."""
+    keys = np.random.default_rng(1).integers(
+        0, 2**64, (num_draws, num_rounds), dtype=np.uint64
+    )
     orders = np.array([Permutation(n, key)(np.arange(n)) for key in keys])
-    pairs = [orders[:, i] * n + orders[:, j] for i, j in ((0, 1), (0, n - 1), (n // 2 - 1, n // 2))]
-    counts = [np.bincount(x, minlength=n * n).reshape(n, n)[~np.eye(n, dtype=bool)] for x in pairs]
+    pairs = [
+        orders[:, i] * n + orders[:, j]
+        for i, j in ((0, 1), (0, n - 1), (n // 2 - 1, n // 2))
+    ]
+    counts = [
+        np.bincount(x, minlength=n * n).reshape(n, n)[~np.eye(n, dtype=bool)]
+        for x in pairs
+    ]
     if n <= 5:
         seen = np.unique(orders, axis=0, return_counts=True)[1]
         counts.append(np.pad(seen, (0, math.factorial(n) - len(seen))))
@@ -435,17 +551,32 @@ def test_it_is_uniform():
 
 
 def test_the_walk_through_a_long_epoch_is_uniform():
-    """In a long epoch, check the origin of the first examples, and the distance between neighbours."""
+    """In a long epoch, check the origin of the first examples, and the distance between
+    neighbours."""
     n, num = 10**9 + 7, 200_000
     numbers = epoch_order(n, KEY, 0)(np.arange(num))
     for x in (numbers, np.diff(numbers) % n):
-        assert stats.chisquare(np.histogram(x, bins=1000, range=(0, n))[0]).pvalue > LOWEST
-    assert stats.chisquare(np.bincount(numbers % 2 * 2 + np.arange(num) % 2, minlength=4)).pvalue > LOWEST
+        assert (
+            stats.chisquare(np.histogram(x, bins=1000, range=(0, n))[0]).pvalue > LOWEST
+        )
+    assert (
+        stats.chisquare(
+            np.bincount(numbers % 2 * 2 + np.arange(num) % 2, minlength=4)
+        ).pvalue
+        > LOWEST
+    )
 
 
 def test_however_many_examples_in_constant_memory():
     """Those of a Grain dataset that repeats itself are `sys.maxsize`."""
     as_floats = functools.partial(np.asarray, dtype=np.float32)
     for n in (10**9, sys.maxsize):
-        made = rx.batches(range(n), as_floats, batch_size=8, mesh=make_mesh(), key=KEY, start=n // 8 - 3)
+        made = rx.batches(
+            range(n),
+            as_floats,
+            batch_size=8,
+            mesh=make_mesh(),
+            key=KEY,
+            start=n // 8 - 3,
+        )
         assert [batch.shape for batch in made] == [(8,)] * 3

@@ -1,4 +1,5 @@
-"""Streams: every example once and in order, the position of what was consumed, and going on from there."""
+"""Streams: every example once and in order, the position of what was consumed, and
+going on from there."""
 
 import ast
 import dataclasses
@@ -53,7 +54,9 @@ def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, prefetch, st
     if num < (start + 1) * batch_size:
         num += (start + 1) * batch_size
     options: Any = {"batch_size": batch_size, "mesh": mesh, "start": start}
-    streamed = list(rx.batches(rx.Stream(range(num), prefetch=prefetch), np.asarray, **options))
+    streamed = list(
+        rx.batches(rx.Stream(range(num), prefetch=prefetch), np.asarray, **options)
+    )
     indexed = list(rx.batches(range(num), np.asarray, **options))
     assert [ids(x) for x in streamed] == [ids(x) for x in indexed]
     assert [x.sharding for x in streamed] == [x.sharding for x in indexed]
@@ -61,25 +64,39 @@ def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, prefetch, st
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (3, 0), (2, 3)])
-def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(kind, prefetch, num_workers):
-    """With a new stream, as in a new process, after batches that were only made ahead are forgotten."""
+def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(
+    kind, prefetch, num_workers
+):
+    """With a new stream, as in a new process, after batches that were only made ahead
+    are forgotten."""
 
     def new() -> rx.Stream:
         return KINDS[kind](range(NUM), prefetch=prefetch, num_workers=num_workers)
 
     whole = taken(epochs_of(new()), 8)
-    assert [x for x, _ in whole] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(8)]
+    assert [x for x, _ in whole] == [
+        order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(8)
+    ]
     assert [(p.epoch, p.batch) for _, p in whole] == [divmod(i, 3) for i in range(1, 9)]
     for at in range(1, 7):
         _, place = taken(epochs_of(new()), at)[-1]
-        positions, said = json.loads(json.dumps(place.positions)), []  # as a checkpoint has them
-        rest = taken(epochs_of(new()), 8 - at, place._replace(positions=positions), say=said.append)
+        # As a checkpoint has them.
+        positions, said = json.loads(json.dumps(place.positions)), []
+        rest = taken(
+            epochs_of(new()),
+            8 - at,
+            place._replace(positions=positions),
+            say=said.append,
+        )
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
         assert [p[:2] for _, p in rest] == [p[:2] for _, p in whole[at:]]
-        by_state = kind in WITH_STATE and place.batch > 1  # from the first batch on, with a proof
+        # From the first batch on, with a proof.
+        by_state = kind in WITH_STATE and place.batch > 1
         assert (place.positions[0].state is not None) == by_state
         assert len(said) == (place.batch > 0)
-        assert all(("continues from the stored state" in how) == by_state for how in said)
+        assert all(
+            ("continues from the stored state" in how) == by_state for how in said
+        )
     assert no_threads_left()
 
 
@@ -87,11 +104,14 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(kind, prefet
 
 
 def resumed(make: Any, at: int = 2, positions: Any = None, **options: Any) -> Any:
-    """Return a new stream's batches after `at` batches of another, the other's batches, and the messages."""
+    """Return a new stream's batches after `at` batches of another, the other's batches,
+    and the messages."""
     whole, said = taken(epochs_of(rx.Stream(make())), 3), []
     _, place = taken(epochs_of(rx.Stream(make())), at)[-1]
     place = place._replace(positions=positions or place.positions)
-    rest = taken(epochs_of(rx.Stream(make())), 3 - at, place, say=said.append, **options)
+    rest = taken(
+        epochs_of(rx.Stream(make())), 3 - at, place, say=said.append, **options
+    )
     return [x for x, _ in rest], [x for x, _ in whole[at:]], said
 
 
@@ -116,7 +136,10 @@ class Failing(WithState):
 
 def test_a_state_that_is_wrong_is_not_used_and_what_a_for_loop_takes_is_taken():
     for make, why in (
-        (lambda: stream_sources.Refilling(range(NUM)), "does not lead to the same items"),
+        (
+            lambda: stream_sources.Refilling(range(NUM)),
+            "does not lead to the same items",
+        ),
         (lambda: Failing(range(NUM)), "cannot be set to the stored state: KeyError"),
         (lambda: Formless(range(NUM)), ""),
         (Bare, ""),
@@ -128,9 +151,14 @@ def test_a_state_that_is_wrong_is_not_used_and_what_a_for_loop_takes_is_taken():
 
 
 def test_other_items_are_refused():
-    with pytest.raises(ValueError, match=r"first 16 items of epoch 0 differ.*generator=.*allow_changes=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"first 16 items of epoch 0 differ.*generator=.*allow_changes=True",
+    ):
         resumed(lambda: stream_sources.Unlike(range(NUM)))
-    found, expected, said = resumed(lambda: stream_sources.Unlike(range(NUM)), verify=False)
+    found, expected, said = resumed(
+        lambda: stream_sources.Unlike(range(NUM)), verify=False
+    )
     assert len(found[0]) == 8
     assert found != expected
     assert "continuing anyway (allow_changes=True)" in said[-1]
@@ -145,17 +173,27 @@ def test_one_item_that_is_another_is_refused():
 
 
 def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_again():
-    for state in (None, state_to_text({"at": 7, 3: (b"\x00\xff", None, 0.5)})):  # of earlier versions
-        found, expected, (said,) = resumed(lambda: WithState(range(NUM)), positions=[(0, 1, 16, state)])
+    # Of earlier versions.
+    for state in (None, state_to_text({"at": 7, 3: (b"\x00\xff", None, 0.5)})):
+        found, expected, (said,) = resumed(
+            lambda: WithState(range(NUM)), positions=[(0, 1, 16, state)]
+        )
         assert found == expected
         assert "read again from its beginning: 16" in said
     whole, said = taken(epochs_of(KINDS["iterable with a state"](range(NUM))), 5), []
     _, place = whole[1]
     assert place.positions[0].state is not None
     for positions in (place.positions, None):
-        rest = taken(epochs_of(KINDS["iterable"](range(NUM))), 3, Place(0, 2, None, positions), say=said.append)
+        rest = taken(
+            epochs_of(KINDS["iterable"](range(NUM))),
+            3,
+            Place(0, 2, None, positions),
+            say=said.append,
+        )
         assert [x for x, _ in rest] == [x for x, _ in whole[2:]]
-    assert all("is read again from its beginning: 16 items are skipped" in how for how in said)
+    assert all(
+        "is read again from its beginning: 16 items are skipped" in how for how in said
+    )
     assert len(said) == 2
 
 
@@ -173,11 +211,13 @@ def test_a_state_takes_it_there_without_reading_all():
     given.clear()
     ((found, _),) = taken(epochs_of(stream()), 1, place)
     assert found == expected
-    assert given == order(100, 0)[72:96]  # a batch as the proof, the next, and one ahead
+    # A batch as the proof, the next, and one ahead.
+    assert given == order(100, 0)[72:96]
 
 
 def test_a_state_does_not_stay_in_the_users_iterable():
-    """A dataset of Hugging Face begins at a state that was set each time that it is iterated in that epoch."""
+    """A dataset of Hugging Face begins at a state that was set each time that it is
+    iterated in that epoch."""
 
     class Staying(stream_sources.ByEpoch):
         begin, at = 0, 0
@@ -195,15 +235,24 @@ def test_a_state_does_not_stay_in_the_users_iterable():
 
     source = Staying(range(NUM))
     whole = taken(epochs_of(rx.Stream(source)), 2)
-    assert taken(epochs_of(rx.Stream(source)), 1, whole[-1][1])[0][0] == order(NUM, 0)[16:24]
+    assert (
+        taken(epochs_of(rx.Stream(source)), 1, whole[-1][1])[0][0]
+        == order(NUM, 0)[16:24]
+    )
     assert taken(epochs_of(rx.Stream(source)), 2) == whole
 
 
 def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
-    stream = rx.Stream(lambda epoch: (order(NUM, epoch)[i : i + 8] for i in (0, 8, 16)), batched=True)
+    stream = rx.Stream(
+        lambda epoch: (order(NUM, epoch)[i : i + 8] for i in (0, 8, 16)), batched=True
+    )
     found = taken(epochs_of(stream), 5)
-    assert [x for x, _ in found] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(5)]
-    assert [x for x, _ in taken(epochs_of(stream), 3, found[1][1])] == [x for x, _ in found[2:]]
+    assert [x for x, _ in found] == [
+        order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(5)
+    ]
+    assert [x for x, _ in taken(epochs_of(stream), 3, found[1][1])] == [
+        x for x, _ in found[2:]
+    ]
     with pytest.raises(ValueError, match=r"int64\[5\], but its leading dim must be 8"):
         taken(epochs_of(rx.Stream([np.arange(8), np.arange(5)], batched=True)), 2)
 
@@ -219,7 +268,10 @@ def test_an_error_arrives_at_its_batch():
         assert [ids(next(made))[0] for _ in range(2)] == [0, 8]
         with pytest.raises(KeyError, match="bad row") as caught:
             next(made)
-        assert "This happened when epoch 0 of the stream was read." in caught.value.__notes__
+        assert (
+            "This happened when epoch 0 of the stream was read."
+            in caught.value.__notes__
+        )
         assert no_threads_left()
 
 
@@ -228,7 +280,11 @@ def test_an_error_arrives_at_its_batch():
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 STATES = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
 )
 
 
@@ -256,13 +312,25 @@ def test_what_a_checksum_sees():
         ([1, 2**70], [1, 2**70], [1, 2**71]),
         (["a", "b"], ["a", "".join("b")], ["a", "c"]),
         ({"x": [1, 2.5, None]}, {"x": [1, 2.5, None]}, {"x": [1, 2.5, False]}),
-        ({"x": np.arange(3), "y": "a"}, {"x": np.arange(3), "y": "a"}, {"x": np.arange(1, 4), "y": "a"}),
+        (
+            {"x": np.arange(3), "y": "a"},
+            {"x": np.arange(3), "y": "a"},
+            {"x": np.arange(1, 4), "y": "a"},
+        ),
         (np.array(["a", None]), np.array(["a", None]), np.array(["b", None])),
-        (np.zeros(3, jnp.bfloat16), np.zeros(3, jnp.bfloat16), np.ones(3, jnp.bfloat16)),
+        (
+            np.zeros(3, jnp.bfloat16),
+            np.zeros(3, jnp.bfloat16),
+            np.ones(3, jnp.bfloat16),
+        ),
         (jnp.arange(3), jnp.arange(3), jnp.arange(1, 4)),
         (Example([1]), Example([1]), Example([2])),
         (Example, Example, object()),
-        (np.arange(8).reshape(2, 4).T, np.arange(8).reshape(2, 4).T.copy(), np.arange(8).reshape(4, 2)),
+        (
+            np.arange(8).reshape(2, 4).T,
+            np.arange(8).reshape(2, 4).T.copy(),
+            np.arange(8).reshape(4, 2),
+        ),
     ):
         assert checksum(one, 5) == checksum(same, 5)
         assert len({checksum(one), checksum(one, 5), checksum(other, 5)}) == 3
@@ -281,15 +349,44 @@ def test_errors():
     shorter = r"24 items of epoch 0, but the stream now gives only 20"
     moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),  # the type checker of the tests comes first
-        (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
+        # The type checker of the tests comes first.
+        (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),
+        (
+            lambda: rx.Stream([1], sharded=True),
+            ValueError,
+            r"sharded=True needs a function.*num_shards",
+        ),
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
-        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 does not fill one batch"),
-        (lambda: rx.Stream(iter([1])), TypeError, r"list_iterator, but must be .* read more than once"),
-        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
-        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
-        (lambda: rx.batches(rx.Stream([1]), ids, remainder="pad", **more), ValueError, r"'pad'.*list\("),
-        (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
+        (
+            lambda: taken(epochs_of(rx.Stream(range(7))), 1),
+            ValueError,
+            r"epoch 0 does not fill one batch",
+        ),
+        (
+            lambda: rx.Stream(iter([1])),
+            TypeError,
+            r"list_iterator, but must be .* read more than once",
+        ),
+        (
+            lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)),
+            ValueError,
+            shorter,
+        ),
+        (
+            lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved),
+            ValueError,
+            r"in 2 shards, .*in 1",
+        ),
+        (
+            lambda: rx.batches(rx.Stream([1]), ids, remainder="pad", **more),
+            ValueError,
+            r"'pad'.*list\(",
+        ),
+        (
+            lambda: epochs_of(rx.Data(range(7))),
+            ValueError,
+            r"there are only 7 examples",
+        ),
     ]
     for make, error, message in cases:
         with pytest.raises(error, match=message):

@@ -1,4 +1,5 @@
-"""Code that the tests of this directory share: programs beside the zoo, and layouts by the program for all."""
+"""Code that the tests of this directory share: programs beside the zoo, and layouts by
+the program for all."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from zoo import BY_NAME, Entry, of_rows
 import redco_eqx as rx
 from redco_eqx.types import Explanation
 
-# Programs with linear solves and with products by groups of rows, in the form of the zoo's entries.
+# Programs with linear solves and with products by groups of rows, in the form of the
+# zoo's entries.
 
 LENGTH, DIM, HIDDEN, HEADS, GROUPS = 16, 32, 64, 8, 4
 COLUMN_ROW = {"up": (None, "tensor"), "down": ("tensor",)}
@@ -34,7 +36,12 @@ def weights(*lead: int) -> Any:
 
 def of_groups(num_rows: int) -> dict[str, np.ndarray]:
     x = np.random.default_rng(0).standard_normal((num_rows, LENGTH, DIM), np.float32)
-    return {"x": x, "group": np.random.default_rng(1).integers(0, GROUPS, (num_rows, LENGTH), np.int32)}
+    return {
+        "x": x,
+        "group": np.random.default_rng(1).integers(
+            0, GROUPS, (num_rows, LENGTH), np.int32
+        ),
+    }
 
 
 def ridge_of_heads(model: Any, x: Any) -> Any:
@@ -46,8 +53,12 @@ def ridge_of_heads(model: Any, x: Any) -> Any:
 
 
 def solve_of_rows(model: Any, x: Any) -> Any:
-    """Rows are mixed by the inverse of a matrix of their own: columns are gathered to be solved for."""
-    return jnp.linalg.solve(LENGTH * jnp.eye(LENGTH) + x @ x.T, x @ model["up"]) @ model["down"]
+    """Rows are mixed by the inverse of a matrix of their own: columns are gathered to
+    be solved for."""
+    return (
+        jnp.linalg.solve(LENGTH * jnp.eye(LENGTH) + x @ x.T, x @ model["up"])
+        @ model["down"]
+    )
 
 
 def experts_of_rows(model: Any, batch: Any) -> Any:
@@ -60,11 +71,14 @@ def experts_of_rows(model: Any, batch: Any) -> Any:
 
 
 def experts_by_example(model: Any, batch: Any) -> Any:
-    """The rows of each example are in the order of their experts, `vmap` is over examples."""
+    """The rows of each example are in the order of their experts, `vmap` is over
+    examples."""
     sizes = jax.vmap(lambda group: jnp.bincount(group, length=GROUPS))(batch["group"])
 
     def product(x: Any, weight: Any) -> Any:
-        return jax.vmap(jax.lax.ragged_dot)(x, jnp.broadcast_to(weight, (len(x), *weight.shape)), sizes)
+        return jax.vmap(jax.lax.ragged_dot)(
+            x, jnp.broadcast_to(weight, (len(x), *weight.shape)), sizes
+        )
 
     hidden = jax.nn.gelu(product(batch["x"], model["up"]))
     return jnp.mean((product(hidden, model["down"]) - batch["x"]) ** 2)
@@ -72,7 +86,10 @@ def experts_by_example(model: Any, batch: Any) -> Any:
 
 def lstm(size: int, hidden: int) -> Any:
     def make(key: Any) -> Any:
-        return {"cell": eqx.nn.LSTMCell(size, hidden, key=key), "out": eqx.nn.Linear(hidden, size, key=key)}
+        return {
+            "cell": eqx.nn.LSTMCell(size, hidden, key=key),
+            "out": eqx.nn.Linear(hidden, size, key=key),
+        }
 
     return make
 
@@ -91,8 +108,20 @@ def recurrent(model: Any, x: Any) -> Any:
 _ENTRIES = (
     of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, x=(LENGTH, DIM)),
     of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, x=(LENGTH, DIM)),
-    Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
-    Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
+    Entry(
+        "experts_of_rows",
+        weights(GROUPS),
+        of_groups,
+        experts_of_rows,
+        COLUMN_ROW_BY_GROUP,
+    ),
+    Entry(
+        "experts_by_example",
+        weights(GROUPS),
+        of_groups,
+        experts_by_example,
+        COLUMN_ROW_BY_GROUP,
+    ),
 )
 SOLVES_AND_GROUPS = {entry.name: entry for entry in _ENTRIES}
 
@@ -110,17 +139,25 @@ def loss_of(entry: Entry) -> Any:
 def explained(name: str, rows: int = ROWS) -> Explanation:
     """A program on `MESH`."""
     entry = PROGRAMS[name]
-    return rx.explain(abstract(entry.make), MESH, loss_fn=loss_of(entry), batch=entry.inputs(rows))
+    return rx.explain(
+        abstract(entry.make), MESH, loss_fn=loss_of(entry), batch=entry.inputs(rows)
+    )
 
 
 def specs_of(explanation: Explanation) -> dict[str, PartitionSpec]:
     return {path: d.spec for path, d in explanation.decisions.items()}
 
 
-def sent(explanation: Explanation, specs: Mapping[str, PartitionSpec] | None = None) -> Any:
-    """The bytes that are predicted for a layout: that of `explanation`, or another one of the same program."""
+def sent(
+    explanation: Explanation, specs: Mapping[str, PartitionSpec] | None = None
+) -> Any:
+    """The bytes that are predicted for a layout: that of `explanation`, or another one
+    of the same program."""
     if specs is not None:
-        decisions = {p: dataclasses.replace(d, spec=specs[p]) for p, d in explanation.decisions.items()}
+        decisions = {
+            p: dataclasses.replace(d, spec=specs[p])
+            for p, d in explanation.decisions.items()
+        }
         explanation = dataclasses.replace(explanation, decisions=decisions)
     found = explanation.communication
     assert found is not None

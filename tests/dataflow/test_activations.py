@@ -1,4 +1,5 @@
-"""Activations that the steps lay out: the numbers of one device, and the bytes that were predicted."""
+"""Activations that the steps lay out: the numbers of one device, and the bytes that
+were predicted."""
 
 import os
 import pathlib
@@ -25,7 +26,8 @@ from redco_eqx._sharding import rules
 from redco_eqx._step import constraints
 
 SGD = optax.sgd(0.1)
-pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. the names do not say")  # of small weights
+# Of small weights.
+pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. the names do not say")
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,9 @@ def small_weights_over_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "FSDP_MIN_SIZE", 512)
 
 
-# float32: devices add the same numbers in another order. Gradients move parameters by little beside their size;
-# norms, largest values and logits are sums themselves, and losses are means of many.
+# float32: devices add the same numbers in another order. Gradients move parameters by
+# little beside their size; norms, largest values and logits are sums themselves, and
+# losses are means of many.
 OF_PARAMETERS: dict[str, float] = {"rtol": 2e-5, "atol": 2e-6}
 OF_SUMS: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 OF_LOGITS: dict[str, float] = {"rtol": 1e-4, "atol": 1e-5}
@@ -46,7 +49,8 @@ def block(layer: Any, x: Any) -> Any:
 
 
 def tokens(model: Any, x: Any, apply: Any = block) -> Any:
-    """Residual MLPs over long rows: their tokens, and not their features, are best split."""
+    """Residual MLPs over long rows: their tokens, and not their features, are best
+    split."""
     for layer in model:
         x = apply(layer, x)
     return x
@@ -81,7 +85,8 @@ def next_token(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(each.sum(), each.size)
 
 
-# Programs that are odd, or that XLA's partitioner has wrong where the batch is split before or after a pad.
+# Programs that are odd, or that XLA's partitioner has wrong where the batch is split
+# before or after a pad.
 
 
 def in_place(layer: Any, x: Any) -> Any:
@@ -93,7 +98,9 @@ def in_place(layer: Any, x: Any) -> Any:
 
 
 def no_steps(layer: Any, x: Any) -> Any:
-    return (jax.lax.scan(lambda y, _: (layer(y), None), layer(x), None, length=0)[0] ** 2).mean()
+    return (
+        jax.lax.scan(lambda y, _: (layer(y), None), layer(x), None, length=0)[0] ** 2
+    ).mean()
 
 
 def branches(layer: Any, x: Any) -> Any:
@@ -108,23 +115,33 @@ ODD: dict[str, Any] = {
     "in_place": in_place,
     "no_steps": no_steps,
     "branches": branches,
-    "every_third_row": lambda layer, x: (jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2).mean(),
-    "every_fifth_token": lambda layer, x: (layer(x.reshape(128, 16))[3:100:5] ** 2).mean(),
+    "every_third_row": lambda layer, x: (
+        jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2
+    ).mean(),
+    "every_fifth_token": lambda layer, x: (
+        layer(x.reshape(128, 16))[3:100:5] ** 2
+    ).mean(),
     "shifted_rows": lambda layer, x: (layer(shifted(layer(x), (-2, 2, 0))) ** 2).mean(),
     "spread_rows": lambda layer, x: (layer(shifted(layer(x), (-1, 3, 1))) ** 2).mean(),
     "diagonal": lambda layer, x: (jax.vmap(jnp.diagonal)(layer(x)) ** 2).mean(),
     "largest_so_far": lambda layer, x: jax.lax.cummax(layer(x), 0).mean(),
-    "folded_rows": lambda layer, x: (layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2).mean(),
+    "folded_rows": lambda layer, x: (
+        layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2
+    ).mean(),
 }
 
 
 def odd(model: Any, batch: Any, key: Any) -> Any:
-    """All of them at once, each with an MLP of its own that reads the last dim of an array of any rank."""
+    """All of them at once, each with an MLP of its own that reads the last dim of an
+    array of any rank."""
 
     def layer_of(one: Any) -> Any:
         return lambda x: jax.vmap(one)(x.reshape(-1, 16)).reshape(x.shape)
 
-    losses = {name: loss(layer_of(one), batch) for one, (name, loss) in zip(model, ODD.items())}
+    losses = {
+        name: loss(layer_of(one), batch)
+        for one, (name, loss) in zip(model, ODD.items())
+    }
     return sum(losses.values()), losses
 
 
@@ -141,7 +158,10 @@ def transformer(key: Any) -> Transformer:
 
 
 def conv_and_linear(key: Any) -> dict[str, Any]:
-    return {"conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key), "inner": eqx.nn.Linear(16, 16, key=key)}
+    return {
+        "conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key),
+        "inner": eqx.nn.Linear(16, 16, key=key),
+    }
 
 
 RNG = np.random.default_rng(0)
@@ -149,10 +169,26 @@ ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
 LONG = RNG.normal(size=(8, 256, 16)).astype(np.float32)
 CASES: dict[str, Any] = {
     "tokens": (mlps(2), squares(tokens), LONG),
-    "checkpointed": (mlps(2), squares(partial(tokens, apply=eqx.filter_checkpoint(block))), LONG),
-    "scanned": (lambda key: eqx.filter_vmap(mlp)(jax.random.split(key, 3)), squares(scanned), LONG),
-    "attention": (transformer, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
-    "recurrent": (lstm(16, 32), squares(recurrent), RNG.normal(size=(8, 12, 16)).astype(np.float32)),
+    "checkpointed": (
+        mlps(2),
+        squares(partial(tokens, apply=eqx.filter_checkpoint(block))),
+        LONG,
+    ),
+    "scanned": (
+        lambda key: eqx.filter_vmap(mlp)(jax.random.split(key, 3)),
+        squares(scanned),
+        LONG,
+    ),
+    "attention": (
+        transformer,
+        next_token,
+        RNG.integers(0, 64, (8, 65)).astype(np.int32),
+    ),
+    "recurrent": (
+        lstm(16, 32),
+        squares(recurrent),
+        RNG.normal(size=(8, 12, 16)).astype(np.float32),
+    ),
     "branching": (conv_and_linear, squares(branching), ROWS),
     "odd": (mlps(len(ODD)), odd, ROWS),
 }
@@ -172,59 +208,102 @@ def step_of(case: str, mesh: Any, loss_fn: Any, **options: Any) -> Stepped:
 def on(case: str, mesh: str) -> Stepped:
     """A step with activations that are laid out, or on one device."""
     loss_fn = CASES[case][1]
-    return step_of(case, mesh_of(mesh), loss_fn if mesh == "one" else rx.split_activations(loss_fn))
+    return step_of(
+        case, mesh_of(mesh), loss_fn if mesh == "one" else rx.split_activations(loss_fn)
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        *((case, "data2xtensor4") for case in ("tokens", "checkpointed", "scanned", "attention", "recurrent")),
+        *(
+            (case, "data2xtensor4")
+            for case in ("tokens", "checkpointed", "scanned", "attention", "recurrent")
+        ),
         *(("branching", "2x2x2"), ("attention", "2x2x2"), ("tokens", "tensor8")),
         *(("odd", "data2xtensor4"), ("odd", "2x2x2")),
-        *in_long(("recurrent", "2x2x2"), ("branching", "data2xtensor4"), ("recurrent", "tensor8")),
+        *in_long(
+            ("recurrent", "2x2x2"),
+            ("branching", "data2xtensor4"),
+            ("recurrent", "tensor8"),
+        ),
     ],
 )
 def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
     expected, found = on(case, "one"), on(case, mesh)
     assert_close(found.state.params, expected.state.params, **OF_PARAMETERS)
-    values = [{name: x.value for name, x in step.metrics.items()} for step in (found, expected)]
+    values = [
+        {name: x.value for name, x in step.metrics.items()}
+        for step in (found, expected)
+    ]
     assert_close(*values, **OF_SUMS)
 
 
-# The layout of the cell's parameters alone splits its gates, too, so that activations save only 0.18 beyond it.
+# The layout of the cell's parameters alone splits its gates, too, so that activations
+# save only 0.18 beyond it.
 @pytest.mark.parametrize(
     ("case", "mesh", "at_most"),
     [
-        *((case, "data2xtensor4", 0.2) for case in ("tokens", "checkpointed", "scanned")),
+        *(
+            (case, "data2xtensor4", 0.2)
+            for case in ("tokens", "checkpointed", "scanned")
+        ),
         *(("attention", mesh, None) for mesh in ("data2xtensor4", "2x2x2")),
-        *(("recurrent", "data2xtensor4", 0.85), ("scanned", "2x2x2", 0.21), ("tokens", "2x2x2", 0.21)),
+        *(
+            ("recurrent", "data2xtensor4", 0.85),
+            ("scanned", "2x2x2", 0.21),
+            ("tokens", "2x2x2", 0.21),
+        ),
     ],
 )
-def test_bytes_are_those_predicted_and_fewer(case: str, mesh: str, at_most: float | None) -> None:
+def test_bytes_are_those_predicted_and_fewer(
+    case: str, mesh: str, at_most: float | None
+) -> None:
     make, loss_fn, batch = CASES[case]
     devices, marked = mesh_of(mesh), rx.split_activations(loss_fn)
-    found = rx.explain(abstract(make), devices, loss_fn=marked, batch=batch).communication
+    found = rx.explain(
+        abstract(make), devices, loss_fn=marked, batch=batch
+    ).communication
     split = rx.communication(on(case, mesh).compiled, devices).total.sent_bytes
-    # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
+    # Besides the loss and its gradient, a step sums the norm of the gradients, and the
+    # metrics.
     assert found is not None
-    # Where `tensor` and `fsdp` both split a table, XLA moves its parts, without split activations, too.
+    # Where `tensor` and `fsdp` both split a table, XLA moves its parts, without split
+    # activations, too.
     moved = 4 * 128 * 16 if (case, mesh) == ("attention", "2x2x2") else 0
     assert found.num_bytes_unmerged == pytest.approx(split - moved, rel=0.02, abs=200)
     explained = rx.explain(abstract(make), devices, loss_fn=loss_fn, batch=batch)
     assert explained.with_activations == found
     if at_most is not None:
-        assert f"split_activations(loss_fn), {str(found).splitlines()[0]}" in str(explained)
-        plain = rx.communication(step_of(case, devices, loss_fn).compiled, devices).total.sent_bytes
+        assert f"split_activations(loss_fn), {str(found).splitlines()[0]}" in str(
+            explained
+        )
+        plain = rx.communication(
+            step_of(case, devices, loss_fn).compiled, devices
+        ).total.sent_bytes
         assert split <= at_most * plain
 
 
 def test_the_gradient_of_a_weight_that_is_stored_split_is_not_gathered() -> None:
     """The weight itself and that of the other layer are, once."""
-    mesh, (_, loss_fn, batch), model = mesh_of("data2xtensor4"), CASES["tokens"], model_of("tokens")
-    split, overrides = rx.split_activations(loss_fn), [("0.layers.0.weight", P(("fsdp", "tensor")))]
-    shardings = rx.shard_rules(model, mesh, loss_fn=split, batch=batch, overrides=overrides)
+    mesh, (_, loss_fn, batch), model = (
+        mesh_of("data2xtensor4"),
+        CASES["tokens"],
+        model_of("tokens"),
+    )
+    split, overrides = (
+        rx.split_activations(loss_fn),
+        [("0.layers.0.weight", P(("fsdp", "tensor")))],
+    )
+    shardings = rx.shard_rules(
+        model, mesh, loss_fn=split, batch=batch, overrides=overrides
+    )
     step = stepped(model, batch, mesh, split, SGD, shardings=shardings)
-    shapes = [x.shapes for x in rx.communication(step.compiled, mesh) if x.kind == "all-gather"]
+    shapes = [
+        x.shapes
+        for x in rx.communication(step.compiled, mesh)
+        if x.kind == "all-gather"
+    ]
     assert shapes.count(("f32[32,16]",)) == 2
 
 
@@ -236,7 +315,10 @@ def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
         jax.debug.callback(lambda value: seen.append(float(value)), x.mean())
         return (x**2).mean() * batch["scale"]
 
-    for mesh, loss in ((mesh_of("one"), loss_fn), (mesh_of("data2xtensor4"), rx.split_activations(loss_fn))):
+    for mesh, loss in (
+        (mesh_of("one"), loss_fn),
+        (mesh_of("data2xtensor4"), rx.split_activations(loss_fn)),
+    ):
         shardings = rx.shard_rules(model, mesh)
         state = rx.init_state(eqx.filter_shard(model, shardings), key=jax.random.key(1))
         step = jax.jit(partial(rx.eval_step, loss_fn=loss, shardings=shardings))
@@ -252,19 +334,31 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
     stack = abstract(lambda key: make(jax.random.split(key, 4)))
 
     def loss_fn(stack: Any, batch: Any, key: Any) -> Any:
-        arrays, static = eqx.partition(stack, lambda x: x is not None and hasattr(x, "shape"))
+        arrays, static = eqx.partition(
+            stack, lambda x: x is not None and hasattr(x, "shape")
+        )
         body = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)  # noqa: E731
         return (jax.lax.scan(body, batch, arrays)[0] ** 2).mean()
 
     split, batch = rx.split_activations(loss_fn), np.ones((8, 16), np.float32)
-    found = rx.explain(stack, mesh, overrides=[("weight", P("tensor"))], loss_fn=split, batch=batch)
+    found = rx.explain(
+        stack, mesh, overrides=[("weight", P("tensor"))], loss_fn=split, batch=batch
+    )
     assert found.decisions["weight"].spec == P("tensor")
     assert found.communication is None
     state = rx.init_state(
-        eqx.filter_shard(filled(stack, jnp.float32, 0), found.shardings), SGD, key=jax.random.key(1)
+        eqx.filter_shard(filled(stack, jnp.float32, 0), found.shardings),
+        SGD,
+        key=jax.random.key(1),
     )
-    with pytest.warns(rx.errors.ShardingWarning, match="left to the compiler: .* cannot be split"):
-        jax.eval_shape(partial(rx.eval_step, loss_fn=split, shardings=found.shardings), state, batch)
+    with pytest.warns(
+        rx.errors.ShardingWarning, match="left to the compiler: .* cannot be split"
+    ):
+        jax.eval_shape(
+            partial(rx.eval_step, loss_fn=split, shardings=found.shardings),
+            state,
+            batch,
+        )
 
 
 def test_microbatches_evaluations_and_predictions() -> None:
@@ -278,9 +372,18 @@ def test_microbatches_evaluations_and_predictions() -> None:
 
     shardings = rx.shard_rules(state.model, mesh, loss_fn=split, batch=batch)
     split_predict = rx.split_activations(predict)
-    loss = jax.jit(partial(rx.eval_step, loss_fn=split, shardings=shardings))(state, batch)["loss"].value
-    logits = jax.jit(partial(rx.predict_step, predict_fn=split_predict, shardings=shardings))(state, batch)
-    by_hand = eqx.filter_jit(lambda model: (next_token(model, batch, None).value, predict(model, batch, None)))
+    loss = jax.jit(partial(rx.eval_step, loss_fn=split, shardings=shardings))(
+        state, batch
+    )["loss"].value
+    logits = jax.jit(
+        partial(rx.predict_step, predict_fn=split_predict, shardings=shardings)
+    )(state, batch)
+    by_hand = eqx.filter_jit(
+        lambda model: (
+            next_token(model, batch, None).value,
+            predict(model, batch, None),
+        )
+    )
     expected = by_hand(one.model)
     assert_close(loss, expected[0], **OF_LOSSES)
     assert_close(logits, expected[1], **OF_LOGITS)
@@ -288,14 +391,25 @@ def test_microbatches_evaluations_and_predictions() -> None:
 
 def test_under_scan_and_vmap() -> None:
     """The step is a function like any other; `vmap` may be over an axis of the mesh."""
-    mesh, (_, loss_fn, batch), model = mesh_of("data2xtensor4"), CASES["tokens"], model_of("tokens")
+    mesh, (_, loss_fn, batch), model = (
+        mesh_of("data2xtensor4"),
+        CASES["tokens"],
+        model_of("tokens"),
+    )
     two, results = np.stack([batch[:, :32], batch[:, 32:64]]), []
-    for where, loss in ((mesh_of("one"), loss_fn), (mesh, rx.split_activations(loss_fn))):
+    for where, loss in (
+        (mesh_of("one"), loss_fn),
+        (mesh, rx.split_activations(loss_fn)),
+    ):
         shardings = rx.shard_rules(model, where, loss_fn=loss, batch=two[0])
-        state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
+        state = rx.init_state(
+            eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1)
+        )
         step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
         axes = (None, "data")[: where.size]
-        mapped = [jax.vmap(step, in_axes=(None, 0), spmd_axis_name=axis) for axis in axes]
+        mapped = [
+            jax.vmap(step, in_axes=(None, 0), spmd_axis_name=axis) for axis in axes
+        ]
 
         @jax.jit
         def run(state: Any, two: Any, step: Any = step, mapped: Any = mapped) -> Any:
@@ -325,10 +439,14 @@ print(jax.jit(step).lower(state, batch).as_text())
 
 
 def test_every_process_decides_the_same() -> None:
-    """Layouts that differ between hosts would be a deadlock: hash seeds change the order of sets."""
+    """Layouts that differ between hosts would be a deadlock: hash seeds change the
+    order of sets."""
     here = pathlib.Path(__file__).parent
     paths = os.pathsep.join([str(here.parent), *sys.path])
-    texts = [printed(PROGRAM, here, PYTHONHASHSEED=seed, PYTHONPATH=paths) for seed in ("1", "77")]
+    texts = [
+        printed(PROGRAM, here, PYTHONHASHSEED=seed, PYTHONPATH=paths)
+        for seed in ("1", "77")
+    ]
     assert "sharding_constraint" in texts[0]
     assert "P('tensor'" in texts[0]
     assert texts[0] == texts[1]
@@ -347,14 +465,23 @@ def chain(number: int) -> Any:
     ],
     ids=["chain", "residual", "branches"],
 )
-def test_layers_that_are_alike_are_decided_once(make: Any, apply: Any, batch: Any, monkeypatch: Any) -> None:
-    """The integer program does not grow with the number of layers, and the layout costs what it would cost if
-    each layer were decided alone: the layers of an MLP still alternate."""
-    loss_fn, spy, sent = rx.split_activations(squares(apply)), mock.Mock(wraps=search.cheapest), []
+def test_layers_that_are_alike_are_decided_once(
+    make: Any, apply: Any, batch: Any, monkeypatch: Any
+) -> None:
+    """The integer program does not grow with the number of layers, and the layout costs
+    what it would cost if each layer were decided alone: the layers of an MLP still
+    alternate."""
+    loss_fn, spy, sent = (
+        rx.split_activations(squares(apply)),
+        mock.Mock(wraps=search.cheapest),
+        [],
+    )
     monkeypatch.setattr(solution, "cheapest", spy)
     for n, apart in ((17, 4), (21, 4), (17, 100)):
         monkeypatch.setattr(solution, "NUM_APART", apart)
-        found: Any = rx.explain(abstract(make(n)), mesh_of("data2xtensor4"), loss_fn=loss_fn, batch=batch)
+        found: Any = rx.explain(
+            abstract(make(n)), mesh_of("data2xtensor4"), loss_fn=loss_fn, batch=batch
+        )
         sent.append(found.communication.num_bytes)
     sizes = [len(call.args[0]) for call in spy.call_args_list]
     assert sizes[0] == sizes[1] < sizes[2]
@@ -367,9 +494,12 @@ def test_what_was_decided_stays() -> None:
     model, split = abstract(make), rx.split_activations(loss_fn)
     path = "0.layers.0.weight"
     for overrides in ((), [(path, P(None, "tensor"))]):
-        plain = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch, overrides=overrides)
+        plain = rx.explain(
+            model, mesh, loss_fn=loss_fn, batch=batch, overrides=overrides
+        )
         found = rx.explain(model, mesh, loss_fn=split, batch=batch, overrides=overrides)
-        assert found.decisions == plain.decisions  # the parameters have one layout, with the mark and without
+        # The parameters have one layout, with the mark and without.
+        assert found.decisions == plain.decisions
         assert found.communication == plain.with_activations is not None
     assert found.decisions[path].spec == P(None, "tensor")
 
@@ -382,21 +512,31 @@ def test_without_a_tensor_axis_or_a_layout_the_program_is_the_same() -> None:
         state = rx.init_state(model, SGD, key=jax.random.key(1))
         step = partial(rx.train_step, optimizer=SGD, shardings=shardings)
         losses = (loss_fn, rx.split_activations(loss_fn))
-        plain, split = (str(jax.make_jaxpr(partial(step, loss_fn=loss))(state, batch)) for loss in losses)
+        plain, split = (
+            str(jax.make_jaxpr(partial(step, loss_fn=loss))(state, batch))
+            for loss in losses
+        )
         assert plain == split
 
 
-def test_a_search_without_an_answer_leaves_it_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_an_answer_leaves_it_to_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def solve(*arguments: Any, **options: Any) -> Any:
         raise ValueError("no layout fits: limit reached")
 
     monkeypatch.setattr(constraints, "solve", solve)
     mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
-    with pytest.warns(rx.errors.ShardingWarning, match="left to the compiler: no layout fits"):
+    with pytest.warns(
+        rx.errors.ShardingWarning, match="left to the compiler: no layout fits"
+    ):
         found = step_of("tokens", mesh, rx.split_activations(loss_fn))
     assert_close(found.state.params, on("tokens", "one").state.params, **OF_PARAMETERS)
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"split_activations: function is called as .*\(model, batch, key\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"split_activations: function is called as .*\(model, batch, key\)",
+    ):
         rx.split_activations(lambda model: 0.0)

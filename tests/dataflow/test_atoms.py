@@ -1,4 +1,5 @@
-"""Atoms: what is the same index stays one, and no factor is lost; the layouts of the zoo depend on the rest."""
+"""Atoms: what is the same index stays one, and no factor is lost; the layouts of the
+zoo depend on the rest."""
 
 from redco_eqx._dataflow.values import new_dim, pin, resolve, unify
 

@@ -1,4 +1,5 @@
-"""Compiled programs in the layout that they decide: the gradients of one device, and the bytes predicted."""
+"""Compiled programs in the layout that they decide: the gradients of one device, and
+the bytes predicted."""
 
 from functools import partial
 from typing import Any
@@ -9,49 +10,79 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import MESH, PROGRAMS, ROWS, SOLVES_AND_GROUPS, explained, loss_of, lstm, recurrent, sent, specs_of
+from cases import (
+    MESH,
+    PROGRAMS,
+    ROWS,
+    SOLVES_AND_GROUPS,
+    explained,
+    loss_of,
+    lstm,
+    recurrent,
+    sent,
+    specs_of,
+)
 from helpers import abstract, filled, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes
 
 import redco_eqx as rx
 
-# What the program splits otherwise than the path rules, or what only it splits: fused weights across borders,
-# a stream, experts with their router, members of an ensemble, a table of relative positions; linear solves, and
-# products by groups of rows. What is predicted apart: keys and values split by some of the shards, low-rank
-# branches, windows, a recurrent cell.
+# What the program splits otherwise than the path rules, or what only it splits: fused
+# weights across borders, a stream, experts with their router, members of an ensemble, a
+# table of relative positions; linear solves, and products by groups of rows. What is
+# predicted apart: keys and values split by some of the shards, low-rank branches,
+# windows, a recurrent cell.
 BY_MESH = {
-    "data2xtensor4": "stacked_llama_gqa_refused gpt2 t5 fused_qkv ensemble lora conv2d gru solve_of_rows",
+    "data2xtensor4": (
+        "stacked_llama_gqa_refused gpt2 t5 fused_qkv ensemble lora conv2d gru "
+        "solve_of_rows"
+    ),
     "tensor8": "gate_narrow groupnorm_between ridge_of_heads",
     "2x2x2": "moe experts_by_example",
 }
-CASES = [(name, mesh_name) for mesh_name, names in BY_MESH.items() for name in names.split()]
+CASES = [
+    (name, mesh_name) for mesh_name, names in BY_MESH.items() for name in names.split()
+]
 CASES += [("experts_of_rows", "data2xtensor4")]
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_name):
-    """In float64, by plain JAX, and by a step whose optimizer keeps the gradient: a trace of decay 0."""
+    """In float64, by plain JAX, and by a step whose optimizer keeps the gradient: a
+    trace of decay 0."""
     entry, mesh = PROGRAMS[name], mesh_of(mesh_name)
     with jax.enable_x64(True):
         model = filled(abstract(entry.make), jnp.float64, 0)
-        batch = {k: x.astype(np.float64) if x.dtype.kind == "f" else x for k, x in entry.inputs(ROWS).items()}
-        loss, gradients = eqx.filter_jit(eqx.filter_value_and_grad(entry.loss))(model, batch)
+        batch = {
+            k: x.astype(np.float64) if x.dtype.kind == "f" else x
+            for k, x in entry.inputs(ROWS).items()
+        }
+        loss, gradients = eqx.filter_jit(eqx.filter_value_and_grad(entry.loss))(
+            model, batch
+        )
         expected = {"loss": loss, **rx.to_arrays(gradients)}
         explanation = rx.explain(model, mesh, loss_fn=loss_of(entry), batch=batch)
         options = {"shardings": explanation.shardings}
         step = stepped(model, batch, mesh, loss_of(entry), optax.trace(0.0), **options)
-        found = jax.device_get({"loss": step.metrics["loss"].value, **step.state.opt_state.trace})
+        found = jax.device_get(
+            {"loss": step.metrics["loss"].value, **step.state.opt_state.trace}
+        )
     assert any(not x.is_fully_replicated for x in step.state.params.values())
     largest = max(1.0, *(float(np.abs(x).max()) for x in expected.values()))
     for path, x in found.items():
         # Sums of some thousand terms in another order: rounding of float64.
-        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-12 * largest, err_msg=path)
-    if name in SOLVES_AND_GROUPS:  # whose step sends more than the loss and its gradient, which are below
+        np.testing.assert_allclose(
+            x, expected[path], rtol=0, atol=1e-12 * largest, err_msg=path
+        )
+    # Its step sends more than the loss and its gradient, which are below.
+    if name in SOLVES_AND_GROUPS:
         return
     # Besides, a step sends the norm of the gradients, and the metrics.
     total = rx.communication(step.compiled, mesh).total.sent_bytes
-    assert sent(explanation).num_bytes_unmerged == pytest.approx(total, rel=0.03, abs=200)
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(
+        total, rel=0.03, abs=200
+    )
     assert sent(explanation).at_least <= total
 
 
@@ -59,8 +90,9 @@ WHOLE, COLUMNS, STACKED_COLUMNS = P(), P("tensor"), P(None, "tensor")
 BY_COLUMNS: dict[str, Any] = {"up": STACKED_COLUMNS, "down": COLUMNS}
 BY_INNER: dict[str, Any] = {"up": P(None, None, "tensor"), "down": STACKED_COLUMNS}
 
-# Layouts that the program would not choose, those by hand of solves and groups, and (`None`) the program's own.
-# In `projections` the first weight is smaller than what it makes, so that it is gathered and nothing is summed.
+# Layouts that the program would not choose, those by hand of solves and groups, and
+# (`None`) the program's own. In `projections` the first weight is smaller than what it
+# makes, so that it is gathered and nothing is summed.
 EACH_GROUP: dict[str, Any] = dict.fromkeys(("up", "down"), COLUMNS)
 LAYOUTS: list[tuple[str, dict[str, Any] | None, float]] = [
     *((name, None, 0.01) for name in ("projections", "solve_of_rows")),
@@ -80,16 +112,22 @@ def test_any_layout_is_predicted():
         if layout is not None:
             specs = {path: layout.get("*", layout.get(path, WHOLE)) for path in specs}
         predicted = sent(explained(name), specs).num_bytes_unmerged
-        compiled = compiled_bytes(abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs, mesh)
+        compiled = compiled_bytes(
+            abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs, mesh
+        )
         assert predicted == pytest.approx(compiled, rel=rel), (name, layout)
 
 
 def iterated(model: Any, x: Any) -> Any:
-    """One stream through the same square weights several times: a split of it leads both their dims."""
+    """One stream through the same square weights several times: a split of it leads
+    both their dims."""
     for _ in range(3):
         source, target = (jax.vmap(model[name])(x) for name in "ab")
         pairs = jax.nn.leaky_relu(source[:, None] + target[None])
-        x = jax.nn.softmax(jax.vmap(jax.vmap(model["out"]))(pairs)[..., 0], axis=1) @ target
+        x = (
+            jax.nn.softmax(jax.vmap(jax.vmap(model["out"]))(pairs)[..., 0], axis=1)
+            @ target
+        )
     return x
 
 
@@ -100,24 +138,53 @@ def quantised(model: Any, x: Any) -> Any:
 
 
 def linears(**sizes: Any) -> Any:
-    return lambda key: {name: eqx.nn.Linear(*size, key=key) for name, size in sizes.items()}
+    return lambda key: {
+        name: eqx.nn.Linear(*size, key=key) for name, size in sizes.items()
+    }
 
 
 def int8_weights(key: Any) -> Any:
     scales = {"up_scale": jnp.ones(64), "down_scale": jnp.ones(32)}
-    return {"up": jnp.zeros((64, 32), jnp.int8), "down": jnp.zeros((32, 64), jnp.int8), **scales}
+    return {
+        "up": jnp.zeros((64, 32), jnp.int8),
+        "down": jnp.zeros((32, 64), jnp.int8),
+        **scales,
+    }
 
 
-OF_INPUTS, OF_CELL = P(None, "tensor"), ("cell.weight_ih", "cell.weight_hh", "cell.bias")
+OF_INPUTS, OF_CELL = (
+    P(None, "tensor"),
+    ("cell.weight_ih", "cell.weight_hh", "cell.bias"),
+)
 STRANGE = [
-    (iterated, linears(a=(32, 32), b=(32, 32), out=(32, 1, False)), (16, 32), None, 0.03),
-    (quantised, int8_weights, (32,), {"up": COLUMNS, "up_scale": COLUMNS, "down": OF_INPUTS}, 0.02),
-    (recurrent, lstm(32, 64), (12, 32), {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS}, 0.02),
+    (
+        iterated,
+        linears(a=(32, 32), b=(32, 32), out=(32, 1, False)),
+        (16, 32),
+        None,
+        0.03,
+    ),
+    (
+        quantised,
+        int8_weights,
+        (32,),
+        {"up": COLUMNS, "up_scale": COLUMNS, "down": OF_INPUTS},
+        0.02,
+    ),
+    (
+        recurrent,
+        lstm(32, 64),
+        (12, 32),
+        {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS},
+        0.02,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("apply", "make", "shape", "expected", "rel"), STRANGE)
-def test_an_index_along_both_dims_frozen_integers_and_gates_are_predicted(apply, make, shape, expected, rel):
+def test_an_index_along_both_dims_frozen_integers_and_gates_are_predicted(
+    apply, make, shape, expected, rel
+):
     def mean_square(model: Any, batch: Any, key: Any) -> Any:
         return jnp.mean(jax.vmap(partial(apply, model))(batch) ** 2)
 
@@ -128,5 +195,7 @@ def test_an_index_along_both_dims_frozen_integers_and_gates_are_predicted(apply,
         assert specs["a.weight"] == specs["b.weight"] == COLUMNS
     else:
         assert {path: spec for path, spec in specs.items() if spec != WHOLE} == expected
-    compiled = compiled_bytes(model, mean_square, batch, specs, mesh_of("data2xtensor4"))
+    compiled = compiled_bytes(
+        model, mean_square, batch, specs, mesh_of("data2xtensor4")
+    )
     assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=rel)

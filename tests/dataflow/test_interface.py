@@ -1,4 +1,5 @@
-"""`shard_rules`, `explain` and `init_model` with a program: what they take, and what they refuse."""
+"""`shard_rules`, `explain` and `init_model` with a program: what they take, and what
+they refuse."""
 
 import functools
 import warnings
@@ -37,7 +38,8 @@ def test_fsdp_splits_the_largest_dim_that_is_left():
 
 
 def test_fsdp_splits_a_dim_without_pieces_if_it_can():
-    """Query, key and value are fused along the longer dim: fourths of it would cross borders, thirds do not."""
+    """Query, key and value are fused along the longer dim: fourths of it would cross
+    borders, thirds do not."""
 
     def loss(model, batch, key):
         q, k, v = jnp.moveaxis((batch["x"] @ model["qkv"].T).reshape(-1, 3, 64), 1, 0)
@@ -46,21 +48,34 @@ def test_fsdp_splits_a_dim_without_pieces_if_it_can():
     model, batch = {"qkv": jax.ShapeDtypeStruct((192, 96), jnp.float32)}, rows(24, 96)
     for fsdp, spec in ((4, P(None, "fsdp")), (3, P("fsdp"))):
         mesh = helpers.abstract_mesh(fsdp=fsdp)
-        assert rx.shard_rules(model, mesh, loss_fn=loss, batch=batch)["qkv"].spec == spec
-        assert rx.shard_rules(model, mesh)["qkv"].spec == P("fsdp")  # names do not tell of pieces
+        assert (
+            rx.shard_rules(model, mesh, loss_fn=loss, batch=batch)["qkv"].spec == spec
+        )
+        # Names do not tell of pieces.
+        assert rx.shard_rules(model, mesh)["qkv"].spec == P("fsdp")
 
 
 @eqx.nn.make_with_state
 def with_state(key):
     norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
-    return {"up": eqx.nn.Linear(32, 64, key=key), "norm": norm, "down": eqx.nn.Linear(64, 32, key=key)}
+    return {
+        "up": eqx.nn.Linear(32, 64, key=key),
+        "norm": norm,
+        "down": eqx.nn.Linear(64, 32, key=key),
+    }
 
 
 def stateful(pair, batch, key):
     model, state = pair
-    norm = jax.vmap(model["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    norm = jax.vmap(
+        model["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+    )
     x, state = norm(jax.vmap(model["up"])(batch["x"]), state)
-    return jnp.mean((jax.vmap(model["down"])(jax.nn.relu(x)) - batch["y"]) ** 2), {}, state
+    return (
+        jnp.mean((jax.vmap(model["down"])(jax.nn.relu(x)) - batch["y"]) ** 2),
+        {},
+        state,
+    )
 
 
 def test_a_model_with_state_is_a_pair_and_its_state_is_whole():
@@ -73,7 +88,9 @@ def test_a_model_with_state_is_a_pair_and_its_state_is_whole():
     mesh = rx.make_mesh(tensor=4)
     overrides = [("up.bias", P())]
     program = {"loss_fn": stateful, "batch": rows()}
-    model, _ = rx.init_model(with_state, mesh, key=jax.random.key(0), overrides=overrides, **program)
+    model, _ = rx.init_model(
+        with_state, mesh, key=jax.random.key(0), overrides=overrides, **program
+    )
     weight, bias = jax.tree.leaves(model["up"])
     assert weight.sharding.spec == P("tensor")
     assert bias.sharding.is_fully_replicated
@@ -84,14 +101,18 @@ def test_a_predict_function_and_a_loss_with_metrics_will_do():
         return jax.vmap(model)(batch["x"])
 
     def undifferentiable(model, batch, key):  # which is no matter for a prediction
-        return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x - 1, predict(model, batch, key))
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x) > 0, lambda x: x - 1, predict(model, batch, key)
+        )
 
     def with_metrics(model, batch, key):
         loss = squared(model, batch, key)
         return rx.Mean(loss, jnp.ones(())), {"loss": loss}
 
     for function in (squared, predict, undifferentiable, with_metrics):
-        assert rx.shard_rules(mlp(), MESH, loss_fn=function, batch=rows()) == rx.shard_rules(mlp(), MESH)
+        assert rx.shard_rules(
+            mlp(), MESH, loss_fn=function, batch=rows()
+        ) == rx.shard_rules(mlp(), MESH)
 
 
 def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monkeypatch):
@@ -102,18 +123,26 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
     by_paths = rx.shard_rules(model, mesh)
     monkeypatch.setattr("redco_eqx._dataflow.engine.choose_layout", unread)
-    with pytest.warns(rx.errors.ShardingWarning, match=r"could not be read \(KeyError: .* with JAX \d"):
+    with pytest.warns(
+        rx.errors.ShardingWarning, match=r"could not be read \(KeyError: .* with JAX \d"
+    ):
         assert rx.shard_rules(model, mesh, loss_fn=squared, batch=rows()) == by_paths
-    state = rx.init_state(eqx.filter_shard(model, by_paths), optimizer, key=jax.random.key(1))
+    state = rx.init_state(
+        eqx.filter_shard(model, by_paths), optimizer, key=jax.random.key(1)
+    )
     split = rx.split_activations(squared)
     monkeypatch.setattr("redco_eqx._step.constraints.walk_through", unread)
     batch = {name: jnp.ones(x.shape) for name, x in rows().items()}
     states = []
     for loss_fn in (squared, split):
-        step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=by_paths)
+        step = functools.partial(
+            rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=by_paths
+        )
         with warnings.catch_warnings(record=True) as caught:
             states.append(jax.jit(step)(state, batch)[0])
-        assert any("left to the compiler" in str(x.message) for x in caught) == (loss_fn is split)
+        assert any("left to the compiler" in str(x.message) for x in caught) == (
+            loss_fn is split
+        )
     assert_identical(states[0].params, states[1].params)
 
 
@@ -131,11 +160,31 @@ def undifferentiable(model, batch, key):
 
 
 REFUSED = [
-    (squared, rows(width=33), "could not be traced: TypeError.*float32.8, 33.*path rules decide"),
-    (squared, {"x": rows()["x"]}, "could not be traced: KeyError: 'y'.*path rules decide"),
-    (python_branch, rows(), "traced: TracerBoolConversionError.*no Python branches.*path rules"),
-    (numpy_call, rows(), "traced: TracerArrayConversionError.*no NumPy functions.*path rules"),
-    (undifferentiable, rows(), "could not be traced: ValueError: Reverse-mode.*path rules"),
+    (
+        squared,
+        rows(width=33),
+        "could not be traced: TypeError.*float32.8, 33.*path rules decide",
+    ),
+    (
+        squared,
+        {"x": rows()["x"]},
+        "could not be traced: KeyError: 'y'.*path rules decide",
+    ),
+    (
+        python_branch,
+        rows(),
+        "traced: TracerBoolConversionError.*no Python branches.*path rules",
+    ),
+    (
+        numpy_call,
+        rows(),
+        "traced: TracerArrayConversionError.*no NumPy functions.*path rules",
+    ),
+    (
+        undifferentiable,
+        rows(),
+        "could not be traced: ValueError: Reverse-mode.*path rules",
+    ),
     (squared, {"x": 1.0}, "batch has no arrays with a leading dim"),
     (squared, {**rows(), "y": rows(4)["y"]}, "differ in their leading dim"),
     (squared, None, "loss_fn is given, but not batch"),
@@ -146,10 +195,15 @@ REFUSED = [
 def test_what_cannot_be_read_is_refused_and_the_path_rules_are_offered():
     for function in (rx.shard_rules, rx.explain):
         call = functools.partial(function, mlp(), MESH)
-        helpers.assert_refused(lambda f, x, call=call: call(loss_fn=f, batch=x), REFUSED, "(?s)shard_rules: .*")
+        helpers.assert_refused(
+            lambda f, x, call=call: call(loss_fn=f, batch=x),
+            REFUSED,
+            "(?s)shard_rules: .*",
+        )
 
 
-def whole(model, batch, key):  # what is added up along a dim has to be whole: alone it would not be split
+# What is added up along a dim has to be whole: alone it would not be split.
+def whole(model, batch, key):
     x = jax.vmap(model)(batch["x"])
     for _ in range(4):
         x = jnp.cumsum(x, axis=-1)
@@ -158,8 +212,15 @@ def whole(model, batch, key):  # what is added up along a dim has to be whole: a
 
 def test_a_weight_that_has_to_be_whole_says_why_and_is_stored_in_parts_if_it_is_large():
     both = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
-    for mesh, shape, spec in ((MESH, (4096, 7), P()), (both, (2**15, 63), P(("fsdp", "tensor")))):
-        model = abstract(lambda key, sizes=shape[::-1]: eqx.nn.Linear(*sizes, use_bias=False, key=key))
+    for mesh, shape, spec in (
+        (MESH, (4096, 7), P()),
+        (both, (2**15, 63), P(("fsdp", "tensor"))),
+    ):
+        model = abstract(
+            lambda key, sizes=shape[::-1]: eqx.nn.Linear(
+                *sizes, use_bias=False, key=key
+            )
+        )
         batch = {"x": jax.ShapeDtypeStruct((4096, shape[1]), jnp.float32)}
         found = rx.explain(model, mesh, loss_fn=whole, batch=batch)
         assert "cumsum at" in found.decisions["weight"].reason
@@ -170,10 +231,16 @@ def test_a_weight_that_has_to_be_whole_says_why_and_is_stored_in_parts_if_it_is_
 def test_explain_says_what_is_sent_and_what_to_change():
     def loss(model, batch, key):
         gate, up = jnp.split(jax.vmap(model["first"])(batch["x"]), 2, axis=-1)
-        return jnp.mean((jax.vmap(model["second"])(jax.nn.silu(gate) * up) - batch["y"]) ** 2)
+        return jnp.mean(
+            (jax.vmap(model["second"])(jax.nn.silu(gate) * up) - batch["y"]) ** 2
+        )
 
     layers = {"first": (256, 512), "second": (256, 32)}
-    model = abstract(lambda key: {name: eqx.nn.Linear(*sizes, key=key) for name, sizes in layers.items()})
+    model = abstract(
+        lambda key: {
+            name: eqx.nn.Linear(*sizes, key=key) for name, sizes in layers.items()
+        }
+    )
     program = {"loss_fn": loss, "batch": {"x": rows(width=256)["x"], "y": rows()["y"]}}
     explanation = rx.explain(model, MESH, **program)
     sent = explanation.communication
@@ -193,7 +260,12 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert by_paths.with_activations is None
     marked = {**program, "loss_fn": rx.split_activations(program["loss_fn"])}
     assert rx.explain(model, MESH, **marked).with_activations is None
-    nothing = rx.explain(eqx.nn.Identity(), MESH, loss_fn=lambda m, b, key: m(b).mean(), batch=rows()["x"])
+    nothing = rx.explain(
+        eqx.nn.Identity(),
+        MESH,
+        loss_fn=lambda m, b, key: m(b).mean(),
+        batch=rows()["x"],
+    )
     assert "split_activations" not in str(nothing)
 
 
@@ -204,21 +276,31 @@ def test_what_is_not_understood_is_named():
 
     explanation = rx.explain(mlp(), MESH, loss_fn=through_host, batch=rows())
     assert explanation.communication is not None
-    assert [text.partition(" ")[0] for text in explanation.communication.opaque] == ["pure_callback"]
+    assert [text.partition(" ")[0] for text in explanation.communication.opaque] == [
+        "pure_callback"
+    ]
     assert "test_interface.py" in explanation.communication.opaque[0]
 
 
 def test_an_operation_whose_rule_fails_is_not_understood(monkeypatch):
     """As if a newer JAX had renamed a parameter of it."""
-    monkeypatch.setitem(RULES, "dot_general", lambda walk, operands: walk.params["renamed"])
+    monkeypatch.setitem(
+        RULES, "dot_general", lambda walk, operands: walk.params["renamed"]
+    )
     explanation = rx.explain(mlp(), MESH, loss_fn=squared, batch=rows())
     assert explanation.communication is not None
-    assert {text.partition(" ")[0] for text in explanation.communication.opaque} == {"dot_general"}
+    assert {text.partition(" ")[0] for text in explanation.communication.opaque} == {
+        "dot_general"
+    }
 
 
 def test_complex_parameters_are_trained():
     def loss(model, batch, key):
-        return jnp.mean(((jnp.fft.fft(batch["x"]) * model["decay"]).real @ model["mix"]) ** 2)
+        return jnp.mean(
+            ((jnp.fft.fft(batch["x"]) * model["decay"]).real @ model["mix"]) ** 2
+        )
 
-    model = abstract(lambda key: {"decay": jnp.ones(32, jnp.complex64), "mix": jnp.ones((32, 32))})
+    model = abstract(
+        lambda key: {"decay": jnp.ones(32, jnp.complex64), "mix": jnp.ones((32, 32))}
+    )
     assert decide(model, MESH, (), loss, rows())["decay"].role != "buffer"

@@ -1,4 +1,5 @@
-"""Operations one at a time, between two layers: what each needs whole, as the compiled program has it."""
+"""Operations one at a time, between two layers: what each needs whole, as the compiled
+program has it."""
 
 from functools import partial
 
@@ -19,10 +20,14 @@ BATCH = {"x": shaped((ROWS, LENGTH, WIDTH))}
 
 
 def loss(operation, model, batch, key):
-    """Return the loss of an operation on (length, hidden) arrays, between a masked `up` and a `down`."""
+    """Return the loss of an operation on (length, hidden) arrays, between a masked `up`
+    and a `down`."""
 
     def one(x):
-        return operation(x @ jnp.where(jnp.tri(WIDTH, HIDDEN) > 0, model["up"], 0)) @ model["down"]
+        return (
+            operation(x @ jnp.where(jnp.tri(WIDTH, HIDDEN) > 0, model["up"], 0))
+            @ model["down"]
+        )
 
     return jnp.mean(jax.vmap(one)(batch["x"]) ** 2)
 
@@ -41,7 +46,9 @@ def windows(x):
 
 def depthwise(x):
     kernel = jnp.ones((HIDDEN, 1, 3))
-    return jax.lax.conv_general_dilated(x.T[None], kernel, (1,), "SAME", feature_group_count=HIDDEN)[0].T
+    return jax.lax.conv_general_dilated(
+        x.T[None], kernel, (1,), "SAME", feature_group_count=HIDDEN
+    )[0].T
 
 
 def by_heads(x):
@@ -49,7 +56,8 @@ def by_heads(x):
     return jnp.einsum("qhd,khd,khe->qhe", heads, heads, heads).reshape(x.shape)
 
 
-# What leaves the columns alone: split, they cost the sum that `down` takes and its transpose.
+# What leaves the columns alone: split, they cost the sum that `down` takes and its
+# transpose.
 LOCAL = {
     "nothing": lambda x: x,
     "sort_rows": lambda x: jnp.sort(x, axis=0),
@@ -78,8 +86,12 @@ ACROSS = {
     "top_k": lambda x: jax.lax.top_k(x, HIDDEN)[0],
     "fft": lambda x: jnp.fft.fft(x).real,
     "norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
-    "shard_map": lambda x: jax.shard_map(lambda x: 2 * x, mesh=DEVICES, in_specs=P(), out_specs=P())(x),
-    "between_layers": lambda x: rx.layers.scan_layers(lambda _, x: jnp.tanh(x), [()], x, batched=False),
+    "shard_map": lambda x: jax.shard_map(
+        lambda x: 2 * x, mesh=DEVICES, in_specs=P(), out_specs=P()
+    )(x),
+    "between_layers": lambda x: rx.layers.scan_layers(
+        lambda _, x: jnp.tanh(x), [()], x, batched=False
+    ),
 }
 
 
@@ -97,8 +109,9 @@ def bytes_as_compiled(operation):
     return compiled_bytes(MODEL, partial(loss, operation), BATCH, BY_COLUMNS, DEVICES)
 
 
-# The first layer's input has no gradient: one sum of an activation forward over 4 devices, and gradients over
-# data. A sum by the ring algorithm sends 2 (n - 1) / n times the array.
+# The first layer's input has no gradient: one sum of an activation forward over 4
+# devices, and gradients over data. A sum by the ring algorithm sends 2 (n - 1) / n
+# times the array.
 LEAST = 3 / 2 * 4 * ROWS // 2 * LENGTH * WIDTH + 2 * 4 * WIDTH * HIDDEN // 4
 
 
@@ -106,18 +119,27 @@ def test_what_is_local_is_split_and_costs_one_sum_each_way():
     for name, operation in LOCAL.items():
         explanation = explained(operation)
         assert specs_of(explanation) == BY_COLUMNS, name
-        assert [d.role for d in explanation.decisions.values()] == ["row", "column"], name  # of `down` and `up`
-        assert sent(explanation).num_bytes_unmerged == pytest.approx(LEAST, abs=64), name
+        # Of `down` and `up`.
+        assert [d.role for d in explanation.decisions.values()] == ["row", "column"], (
+            name
+        )
+        assert sent(explanation).num_bytes_unmerged == pytest.approx(LEAST, abs=64), (
+            name
+        )
 
 
-@pytest.mark.parametrize("name", ["heads", "scan_over_rows", "depthwise", "associative_scan", "remat"])
+@pytest.mark.parametrize(
+    "name", ["heads", "scan_over_rows", "depthwise", "associative_scan", "remat"]
+)
 def test_what_is_local_is_so_when_compiled(name):
     assert bytes_as_compiled(LOCAL[name]) == pytest.approx(LEAST, rel=0.02)
 
 
 def test_what_goes_across_columns_is_charged():
     for name, operation in ACROSS.items():
-        assert sent(explained(operation), BY_COLUMNS).num_bytes_unmerged > LEAST + 64, name
+        assert sent(explained(operation), BY_COLUMNS).num_bytes_unmerged > LEAST + 64, (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", ["softmax", "cumsum", "norm"])
@@ -127,11 +149,16 @@ def test_what_goes_across_columns_is_charged_as_compiled(name):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("times", [1, 3])  # at 2 it depends on how the product is written
+# At 2 it depends on how the product is written.
+@pytest.mark.parametrize("times", [1, 3])
 def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_first):
-    """Rows that a split scale splits are gathered for a product, whose gradient takes them once more."""
+    """Rows that a split scale splits are gathered for a product, whose gradient takes
+    them once more."""
     dims = (HIDDEN, times * HIDDEN) if is_first else (times * HIDDEN, HIDDEN)
-    model, batch = {"scale": shaped((HIDDEN,)), "up": shaped(dims)}, shaped((ROWS, LENGTH, HIDDEN))
+    model, batch = (
+        {"scale": shaped((HIDDEN,)), "up": shaped(dims)},
+        shaped((ROWS, LENGTH, HIDDEN)),
+    )
 
     def loss(model, batch, key):
         x, up = jnp.tanh(batch * model["scale"]), model["up"]
@@ -145,13 +172,16 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
 
 
 def test_a_split_beside_a_transformed_dim_is_charged():
-    """The steps keep the operand of an FFT whole over `tensor`, so a split weight is gathered."""
+    """The steps keep the operand of an FFT whole over `tensor`, so a split weight is
+    gathered."""
 
     def bytes_of(transform):
         def loss(model, batch, key):
             return jnp.mean((batch @ transform(model["w"])) ** 2)
 
-        model, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (8, 64)))
+        model, batch = (
+            jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (8, 64))
+        )
         split = {"loss_fn": loss, "batch": batch, "overrides": [("w", P("tensor"))]}
         return sent(rx.explain({"w": model}, MESH, **split)).num_bytes_unmerged
 

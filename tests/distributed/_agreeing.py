@@ -1,6 +1,8 @@
-"""One of the processes of `test_process_group.py`: it agrees with the others, and then one has a fault.
+"""One of the processes of `test_process_group.py`: it agrees with the others, and then
+one has a fault.
 
-Its arguments are a directory, the number of the process that fails, and the line that makes it fail.
+Its arguments are a directory, the number of the process that fails, and the line that
+makes it fail.
 """
 
 import io
@@ -18,7 +20,14 @@ from jax.experimental import multihost_utils
 
 import redco_eqx as rx
 from redco_eqx._distributed.cluster import coordination_client
-from redco_eqx._distributed.consensus import _NUM_KEPT, Vote, agree, from_all, from_first, together
+from redco_eqx._distributed.consensus import (
+    _NUM_KEPT,
+    Vote,
+    agree,
+    from_all,
+    from_first,
+    together,
+)
 from redco_eqx._distributed.process_group import end_process, process_names  # noqa: F401  a fault uses it
 
 
@@ -60,11 +69,16 @@ def error(act, *arguments, **options):
         return f"{type(problem).__name__}: {problem}"
 
 
-assert from_all({"of": "ä" * me}) == [{"of": "ä" * process} for process in range(number)]
+assert from_all({"of": "ä" * me}) == [
+    {"of": "ä" * process} for process in range(number)
+]
 assert from_first(lambda: [me, "x", None]) == [0, "x", None]
 assert error(lambda: from_first(lambda: fail(1))) == 0
 said = error(lambda: from_first(lambda: fail(0)))
-assert said == ("" if me == 0 else "RuntimeError: on process 0: ") + "OSError: no disk on 0", said
+assert (
+    said
+    == ("" if me == 0 else "RuntimeError: on process 0: ") + "OSError: no disk on 0"
+), said
 said = error(lambda: from_first(lambda: {1, 2}))  # no JSON
 assert "not JSON serializable" in said, said
 assert together(fail, OSError) == me
@@ -76,12 +90,25 @@ vote = Vote(mesh)
 answers = [vote(step * (me == 1), me) for step in range(1, 6)]
 assert answers == [None, None, *((step, number - 1) for step in (1, 2, 3))], answers
 
-# One process, the first or another, calls `agree` with something else. Each is compared with the first: the
-# later one of two names the first difference, or both do if they wait.
+# One process, the first or another, calls `agree` with something else. Each is compared
+# with the first: the later one of two names the first difference, or both do if they
+# wait.
 FACTS = {"batch_size": "8", "the order": "[1, 0]", "loss_fn": "a"}
 UNLIKE: list[Any] = [
-    ("fit", {**FACTS, "the order": "[0, 1]", "loss_fn": "b"}, "fit: the order is ", "[1, 0]", "[0, 1]"),
-    ("fit", {"batch_size": "8", "loss_fn": "a"}, "fit: the order is ", "[1, 0]", "missing"),
+    (
+        "fit",
+        {**FACTS, "the order": "[0, 1]", "loss_fn": "b"},
+        "fit: the order is ",
+        "[1, 0]",
+        "[0, 1]",
+    ),
+    (
+        "fit",
+        {"batch_size": "8", "loss_fn": "a"},
+        "fit: the order is ",
+        "[1, 0]",
+        "missing",
+    ),
     ("fit", {**FACTS, "z": "1"}, "fit: z is ", "missing", "1"),
     ("evaluate", FACTS, "", "fit", "evaluate"),
     ("fit", FACTS, "", "", ""),
@@ -95,13 +122,19 @@ for (*other, start, usual, unusual), odd in itertools.product(UNLIKE, (0, 1)):
             said = str(error(agree, mesh, *call))
         for process in order:
             if process == me:
-                said, known = str(error(agree, mesh, *call, wait=False)), order[: order.index(me)]
+                said, known = (
+                    str(error(agree, mesh, *call, wait=False)),
+                    order[: order.index(me)],
+                )
             barrier()
         pairs = [
-            sorted((me, i)) for i in known if i != me and 0 in (me, i) and odd in (me, i) and start + unusual
+            sorted((me, i))
+            for i in known
+            if i != me and 0 in (me, i) and odd in (me, i) and start + unusual
         ]
         expected = [
-            f"ValueError: {re.escape(start + values[i])}( has been reached)? on {re.escape(names[i])}, "
+            f"ValueError: {re.escape(start + values[i])}( has been reached)? "
+            f"on {re.escape(names[i])}, "
             rf"but {re.escape(values[j])} on {re.escape(names[j])}\. Each process must"
             for i, j in pairs
         ]
@@ -123,8 +156,13 @@ for process in range(number):
         facts = {"x": "1" if (me, i) == (1, last) else "0"}
         said = str(error(agree, mesh, f"call {i}", facts, wait=False))
     barrier()
-assert said.startswith(f"ValueError: call {last}: x is 0 on process 0 " if me == 1 else "None"), said
-assert len(coordination_client().key_value_dir_get("redco_eqx/agreement")) <= 2 * _NUM_KEPT * number
+assert said.startswith(
+    f"ValueError: call {last}: x is 0 on process 0 " if me == 1 else "None"
+), said
+assert (
+    len(coordination_client().key_value_dir_get("redco_eqx/agreement"))
+    <= 2 * _NUM_KEPT * number
+)
 
 file = (pathlib.Path(sys.argv[1]) / f"{me}.txt").open("w")
 file.write("not flushed")

@@ -1,6 +1,8 @@
-"""One of two processes that do not make the same calls. Its arguments are a directory and the name of a case.
+"""One of two processes that do not make the same calls. Its arguments are a directory
+and the name of a case.
 
-Process 0 is blocked first, unless the case says otherwise. Each process that comes to its end writes a file.
+Process 0 is blocked first, unless the case says otherwise. Each process that comes to
+its end writes a file.
 """
 
 import contextlib
@@ -40,24 +42,38 @@ def collate(rows):
 
 def state_of(key=0):
     return rx.init_state(
-        rx.init_model(make_model, mesh, key=jax.random.key(key)), optimizer, key=jax.random.key(1)
+        rx.init_model(make_model, mesh, key=jax.random.key(key)),
+        optimizer,
+        key=jax.random.key(1),
     )
 
 
 COMMON = {"collate_fn": collate, "batch_size": 8}
 CALLS = {
     "evaluate": lambda state: rx.evaluate(state, examples, loss_fn=loss_fn, **COMMON),
-    "predict": lambda state: rx.predict(state, examples, predict_fn=predict_fn, **COMMON),
-    "Evaluation": lambda state: rx.Evaluation(examples, loss_fn=loss_fn, **COMMON)(state),
+    "predict": lambda state: rx.predict(
+        state, examples, predict_fn=predict_fn, **COMMON
+    ),
+    "Evaluation": lambda state: rx.Evaluation(examples, loss_fn=loss_fn, **COMMON)(
+        state
+    ),
     "save": lambda state: rx.save(directory / "saved", state),
     "restore": lambda state: rx.restore(directory / "saved", state),
     "init_model": lambda state: state_of(),
-    "fit": lambda state: rx.fit(state, examples, loss_fn=loss_fn, optimizer=optimizer, num_steps=2, **COMMON),
+    "fit": lambda state: rx.fit(
+        state, examples, loss_fn=loss_fn, optimizer=optimizer, num_steps=2, **COMMON
+    ),
 }
 
 
 def train(state, **options):
-    defaults = {"loss_fn": loss_fn, "optimizer": optimizer, "num_steps": 6, "log_every": 2, "loggers": ()}
+    defaults = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "num_steps": 6,
+        "log_every": 2,
+        "loggers": (),
+    }
     return rx.fit(state, examples, **{**COMMON, **defaults, **options})[0]
 
 
@@ -100,7 +116,10 @@ elif kind == "crossed":  # each waits for the other in another call
     CALLS[what if me == 0 else "init_model"](state)
 elif kind == "caught":  # by all
     with contextlib.suppress(SystemExit):
-        train(state, collate_fn=lambda rows: sys.exit(1) if len(rows) == 4 else collate(rows))
+        train(
+            state,
+            collate_fn=lambda rows: sys.exit(1) if len(rows) == 4 else collate(rows),
+        )
     if me == 0:
         time.sleep(12)
 elif kind == "slow":

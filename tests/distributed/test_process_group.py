@@ -1,4 +1,5 @@
-"""Processes that agree, and end together: what can be seen on one host. `nox -s hosts` does it on several."""
+"""Processes that agree, and end together: what can be seen on one host. `nox -s hosts`
+does it on several."""
 
 import json
 import pathlib
@@ -27,7 +28,8 @@ def test_one_process_is_asked_alone():
 
 
 def test_two_processes_equal_one(tmp_path):
-    names = ["microbatches", "tensor8"]  # 2 x 4 with two microbatches; and all rows on both processes
+    # 2 x 4 with two microbatches; and all rows on both processes.
+    names = ["microbatches", "tensor8"]
     processes = harness.start_loopback(tmp_path, "equal", *names)
     try:
         with jax.enable_x64(True):
@@ -62,13 +64,16 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
 )
 def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
     """Replicas that differ do not take the place of a checkpoint that can be read."""
-    saves = [str(tmp_path / "checkpoints")] if fault in ("drift", "allow_changes") else []
+    saves = (
+        [str(tmp_path / "checkpoints")] if fault in ("drift", "allow_changes") else []
+    )
     processes = harness.start_loopback(tmp_path, fault, 1, *saves, num_devices=2)
     codes, _ = processes.leave(120)
     assert codes == [1, 1], processes.text()
     for process in range(2):
         assert message in processes.text(process), process
-        # Both see that parameters differ, and one that has heard of the other's failure tells no second one.
+        # Both see that parameters differ, and one that has heard of the other's failure
+        # tells no second one.
         culprit = "1" if fault in ("shape", "fewer") else r"\d"
         assert re.search(rf"process {culprit} \(host", processes.text(process)), process
     if fault == "drift":
@@ -80,7 +85,8 @@ def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
 PROGRAM = pathlib.Path(__file__).with_name("_agreeing.py")
 
 
-# One child ends as a process of the run would, and one lives on with all that it has from its parent.
+# One child ends as a process of the run would, and one lives on with all that it has
+# from its parent.
 WITH_CHILDREN = """
 os.fork() or end_process("of a child")
 time.sleep(1)
@@ -92,20 +98,39 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize(
     ("fault", "odd", "number", "code", "message"),
     [
-        ("raise KeyError('no such column')", 0, 4, 1, "failed: KeyError: 'no such column'"),
-        ("raise KeyError('no such column')", 1, 3, 1, "failed: KeyError: 'no such column'"),
+        (
+            "raise KeyError('no such column')",
+            0,
+            4,
+            1,
+            "failed: KeyError: 'no such column'",
+        ),
+        (
+            "raise KeyError('no such column')",
+            1,
+            3,
+            1,
+            "failed: KeyError: 'no such column'",
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, 3, -9, "is lost: "),
         (WITH_CHILDREN, 1, 3, -9, "is lost: "),
     ],
 )
-def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(tmp_path, fault, odd, number, code, message):
-    """Process 0 last: JAX aborts (-6) those that are still there when the one with its service is gone."""
+def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(
+    tmp_path, fault, odd, number, code, message
+):
+    """Process 0 last: JAX aborts (-6) those that are still there when the one with its
+    service is gone."""
     options: Any = {"program": PROGRAM, "num_processes": number, "num_devices": 1}
     processes = harness.start_loopback(tmp_path, odd, fault, **options)
     codes, _ = processes.leave(60)
-    assert codes == [code if process == odd else 1 for process in range(number)], processes.text()
+    assert codes == [code if process == odd else 1 for process in range(number)], (
+        processes.text()
+    )
     for process in {0, 1, 2} - {odd}:  # nobody reads what 3 writes
-        assert re.search(rf"process {odd} \(host .*\) {message}", processes.text(process)), process
+        assert re.search(
+            rf"process {odd} \(host .*\) {message}", processes.text(process)
+        ), process
     for process in {0, 1, 2} - ({odd} if code < 0 else set()):
         assert (tmp_path / f"{process}.txt").read_text() == "not flushed", process
 
@@ -116,9 +141,14 @@ def test_a_run_needs_all_processes_with_equally_many_devices(monkeypatch):
     for there, here in ((devices, devices), (devices[:2], devices[:1])):
         monkeypatch.setattr(jax, "devices", lambda there=there: there)
         mesh = mock.Mock(spec=jax.sharding.Mesh, devices=np.array(here))
-        with pytest.raises(ValueError, match=r"^fit: the mesh has devices of .*All processes must take part"):
+        with pytest.raises(
+            ValueError,
+            match=r"^fit: the mesh has devices of .*All processes must take part",
+        ):
             consensus.check_complete("fit", mesh)
-    consensus.check_complete("fit", mock.Mock(spec=jax.sharding.Mesh, devices=np.array(devices[:2])))
+    consensus.check_complete(
+        "fit", mock.Mock(spec=jax.sharding.Mesh, devices=np.array(devices[:2]))
+    )
 
 
 # A process in which no step finishes is ended, and what was written is kept
@@ -152,9 +182,17 @@ def test_a_process_without_beats_is_ended_and_shows_all_threads(tmp_path):
 def test_fit_tells_it_of_every_step(monkeypatch):
     """Steps of training, evaluation and prediction count."""
     beats, beat = [], Watchdog.beat
-    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)])
+    monkeypatch.setattr(
+        Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)]
+    )
     examples = tiny.make_examples(24)
     evaluation = rx.Evaluation(examples, predict_fn=tiny.predict_fn)
-    tiny.counted(examples=examples, num_steps=3, evaluation=evaluation, step_timeout_seconds=600.0)
-    # The beginning, the rehearsal, three steps, and each pass over the 24 examples: six batches, and its end.
+    tiny.counted(
+        examples=examples,
+        num_steps=3,
+        evaluation=evaluation,
+        step_timeout_seconds=600.0,
+    )
+    # The beginning, the rehearsal, three steps, and each pass over the 24 examples: six
+    # batches, and its end.
     assert (len(beats), len(set(beats))) == (1 + 1 + 3 + 7 + 7, 1)

@@ -1,4 +1,5 @@
-"""The recipes for experiment trackers: a run that crashes and continues leaves each row once in the tracker."""
+"""The recipes for experiment trackers: a run that crashes and continues leaves each row
+once in the tracker."""
 
 import importlib
 import json
@@ -14,12 +15,13 @@ from helpers import events
 
 import redco_eqx as rx
 
-ROWS = [("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8), ("eval", 8)]
-ROWS += [("train", 10), ("eval", 10)]
+ROWS = [("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8)]
+ROWS += [("eval", 8), ("train", 10), ("eval", 10)]
 
 
 class Crash(BaseException):
-    """Ends a run without a save, as a kill does: the rows of steps 6 and 8 come again."""
+    """Ends a run without a save, as a kill does: the rows of steps 6 and 8 come
+    again."""
 
 
 def crash(run: Any, row: Any, state: Any) -> None:
@@ -33,15 +35,21 @@ def logger_of(package: str) -> dict[str, Any]:
 
 
 def train(logger: Any, **arguments: Any) -> None:
-    """Ten steps with a row every two steps, an evaluation every four, and a checkpoint at step five."""
+    """Ten steps with a row every two steps, an evaluation every four, and a checkpoint
+    at step five."""
     arguments["evaluation"] = rx.Evaluation(tiny.EXAMPLES[:4], every_steps=4)
     checkpoints = rx.Checkpoints("run", every_steps=5)
-    tiny.counted(None, checkpoints, num_steps=10, log_every=2, loggers=[logger], **arguments)
+    tiny.counted(
+        None, checkpoints, num_steps=10, log_every=2, loggers=[logger], **arguments
+    )
 
 
 def crashed_and_continued(package: str, end: Any) -> Any:
-    """Returns the package. `end(names)` ends the tracker's run, after the crash and after the end of `fit`."""
-    module = pytest.importorskip(package, reason=f"the recipe needs {package}, which is not installed")
+    """Returns the package. `end(names)` ends the tracker's run, after the crash and
+    after the end of `fit`."""
+    module = pytest.importorskip(
+        package, reason=f"the recipe needs {package}, which is not installed"
+    )
     names = logger_of(package)
     with pytest.raises(Crash):
         train(names["logger"], hook=crash)
@@ -53,7 +61,12 @@ def crashed_and_continued(package: str, end: Any) -> Any:
 
 
 def kinds(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    return [(kind, int(row["step"])) for row in rows for kind in ("train", "eval") if f"{kind}/loss" in row]
+    return [
+        (kind, int(row["step"]))
+        for row in rows
+        for kind in ("train", "eval")
+        if f"{kind}/loss" in row
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +96,22 @@ def records(path: pathlib.Path) -> Iterator[bytes]:
 def test_wandb() -> None:
     wandb = crashed_and_continued("wandb", lambda names: names["run"].finish())
     Record: Any = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    wandb.teardown()  # waits for the process that writes the files, as the end of a program does
+    # Waits for the process that writes the files, as the end of a program does.
+    wandb.teardown()
     rows = []
-    first, second = sorted(pathlib.Path().rglob("*.wandb"))  # one for each process, of one run
+    # One for each process, of one run.
+    first, second = sorted(pathlib.Path().rglob("*.wandb"))
     for path in (first, second):
         for data in records(path):
             record = Record.FromString(data)
             assert record.run.run_id in ("", "first")
-            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            rows += [{name: json.loads(x) for name, x in items.items()}] if items else []
+            items = {
+                item.key or ".".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
+            rows += (
+                [{name: json.loads(x) for name, x in items.items()}] if items else []
+            )
     assert kinds(rows) == ROWS
 
 
@@ -101,7 +121,9 @@ def test_mlflow() -> None:
     client = mlflow.MlflowClient()
     for kind in ("train", "eval"):
         points = client.get_metric_history(run.info.run_id, f"{kind}/loss")
-        assert [(kind, point.step) for point in points] == [x for x in ROWS if x[0] == kind]
+        assert [(kind, point.step) for point in points] == [
+            x for x in ROWS if x[0] == kind
+        ]
 
 
 def test_trackio() -> None:
@@ -116,5 +138,8 @@ def test_tensorboard() -> None:
     for event in events(pathlib.Path("logs")):
         if event.HasField("session_log"):
             rows = [row for row in rows if row["step"] < event.step]
-        rows += [{"step": event.step, value.tag: value.simple_value} for value in event.summary.value]
+        rows += [
+            {"step": event.step, value.tag: value.simple_value}
+            for value in event.summary.value
+        ]
     assert kinds(rows) == ROWS

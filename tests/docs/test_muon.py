@@ -1,4 +1,5 @@
-"""The recipe of the page on Muon: its updates are those of `optax.contrib.muon`, and its bytes as expected."""
+"""The recipe of the page on Muon: its updates are those of `optax.contrib.muon`, and
+its bytes as expected."""
 
 from typing import Any
 
@@ -25,10 +26,15 @@ def make_model(mesh, stacked, seed):
 
 
 def two_updates(model, mesh, stacked, optimizer):
-    """Updates of two steps, with the arrays of other models as gradients; and the compiled update."""
+    """Updates of two steps, with the arrays of other models as gradients; and the
+    compiled update."""
     state = rx.init_state(model, optimizer, key=jax.random.key(0))
     grads = [rx.to_arrays(make_model(mesh, stacked, seed)) for seed in (1, 2)]
-    update = jax.jit(optimizer.update).lower(grads[0], state.opt_state, state.params).compile()
+    update = (
+        jax.jit(optimizer.update)
+        .lower(grads[0], state.opt_state, state.params)
+        .compile()
+    )
     opt_state, found = state.opt_state, []
     for one in grads:
         updates, opt_state = update(one, opt_state, state.params)
@@ -37,7 +43,9 @@ def two_updates(model, mesh, stacked, optimizer):
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
-def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_back(stacked):
+def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_back(
+    stacked,
+):
     alone = rx.make_mesh(devices=jax.devices()[:1])
     model = make_model(alone, stacked, 0)
     dims = RECIPE["matrices"](model)
@@ -47,21 +55,35 @@ def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_ba
         return {path: dims.get(path) for path in params}
 
     options: Any = {"weight_decay": 0.1, "adam_learning_rate": 1e-3}
-    optax_muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers, **options)
+    optax_muon = optax.contrib.muon(
+        1e-2, muon_weight_dimension_numbers=numbers, **options
+    )
     expected, like, _ = two_updates(model, alone, stacked, optax_muon)
-    meshes = [rx.make_mesh(fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))]
+    meshes = [
+        rx.make_mesh(fsdp=fsdp, tensor=tensor)
+        for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))
+    ]
     for mesh in (alone, *meshes):
         model = make_model(mesh, stacked, 0)
         optimizer = RECIPE["owned_muon"](1e-2, model, dims, **options)
         found, opt_state, compiled = two_updates(model, mesh, stacked, optimizer)
         assert jax.tree.structure(opt_state) == jax.tree.structure(like)
         # Float32: the iteration of a stack rounds otherwise than that of one matrix.
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7, rtol=1e-5), found, expected)
-        # The padded stacks, in parts: to the owners and back within `num_parts`, then to the copies.
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7, rtol=1e-5),
+            found,
+            expected,
+        )
+        # The padded stacks, in parts: to the owners and back within `num_parts`, then
+        # to the copies.
         num_parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
-        if num_parts in (mesh.shape["fsdp"], mesh.shape["tensor"]):  # one axis: the parts move once each way
+        # One axis: the parts move once each way.
+        if num_parts in (mesh.shape["fsdp"], mesh.shape["tensor"]):
             counts = {DIM * DIM: 4 * NUM_LAYERS, DIM * WIDTH: 3 * NUM_LAYERS}
-            stack = 4 * sum(size * -(-count // mesh.size) * mesh.size for size, count in counts.items())
+            stack = 4 * sum(
+                size * -(-count // mesh.size) * mesh.size
+                for size, count in counts.items()
+            )
             parts = 2 * (num_parts - 1) * stack // num_parts // mesh.size
             copies = stack // num_parts - stack // mesh.size
             assert rx.communication(compiled, mesh).total.sent_bytes == parts + copies

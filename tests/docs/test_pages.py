@@ -1,7 +1,9 @@
-"""Every Python block of the site runs, page by page, and prints what the page says that it prints.
+"""Every Python block of the site runs, page by page, and prints what the page says that
+it prints.
 
-In the reference the examples of the docstrings run where the site shows them. Each of them stands by itself: it
-knows what is written on the page above it, and not what another example has made.
+In the reference the examples of the docstrings run where the site shows them. Each of
+them stands by itself: it knows what is written on the page above it, and not what
+another example has made.
 """
 
 import functools
@@ -18,30 +20,38 @@ WITH_CODE = sorted(
     for page in pages.PAGES.rglob("*.md")
     if any(block.language == "python" for block in pages.blocks(page.read_text()))
 )
-# It plans for devices whose compiler is not here: api/planning.md has the same for those at hand.
+# It plans for devices whose compiler is not here: api/planning.md has the same for
+# those at hand.
 FOR_OTHER_DEVICES = ("redco_eqx.plan",)
 
 
 def words(line: str) -> list[str]:
-    """A line without its spacing and the places in files, which a reader has elsewhere."""
+    """A line without its spacing and the places in files, which a reader has
+    elsewhere."""
     return re.sub(r"[\w.]+\.py:\d+", "", line).split()
 
 
 def run(code: str, name: str, namespace: dict) -> None:
     """As a reader does, who has seen one thing done before the next is begun."""
     exec(compile(code, name, "exec"), namespace)
-    for x in jax.tree.leaves([x for k, x in namespace.items() if not k.startswith("__")]):
+    for x in jax.tree.leaves(
+        [x for k, x in namespace.items() if not k.startswith("__")]
+    ):
         if isinstance(x, jax.Array) and not x.is_deleted():
             x.block_until_ready()
 
 
 def copy_of(namespace: dict) -> dict:
-    """The same names for an example alone, on arrays of its own: it may donate them, as the page may have."""
+    """The same names for an example alone, on arrays of its own: it may donate them, as
+    the page may have."""
 
     def one(x: object) -> object:
         return jnp.copy(x) if isinstance(x, jax.Array) and not x.is_deleted() else x
 
-    return {k: x if k.startswith("__") else jax.tree.map(one, x) for k, x in namespace.items()}
+    return {
+        k: x if k.startswith("__") else jax.tree.map(one, x)
+        for k, x in namespace.items()
+    }
 
 
 @functools.cache
@@ -55,7 +65,9 @@ def begun(page: str) -> dict:
 
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.filterwarnings("error::DeprecationWarning:page")
-def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, tmp_path, monkeypatch):
+def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(
+    page, capfd, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     text = (pages.PAGES / page).read_text()
     first = re.match(r"---\nafter: (\S+)\n---\n", text)
@@ -65,19 +77,26 @@ def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, 
     printed: list[list[str]] = []
     for block in pages.blocks(text):
         if block.language == "python" and block.name not in FOR_OTHER_DEVICES:
-            run(block.code, block.name or "train.py", copy_of(namespace) if block.name else namespace)
+            run(
+                block.code,
+                block.name or "train.py",
+                copy_of(namespace) if block.name else namespace,
+            )
             out, err = capfd.readouterr()
             printed = [words(line) for line in (out + err).splitlines()]
         elif block.language == "text":
             for line in block.code.splitlines():
                 assert words(line) in printed, line
-    # For the next page. In the same dict, which the functions on the first page look in.
+    # For the next page. In the same dict, which the functions on the first page look
+    # in.
     namespace.clear()
     namespace.update(before)
 
 
 def test_every_page_is_in_the_navigation_and_its_links_lead_somewhere():
-    files = (path for path in pages.PAGES.rglob("*") if path.suffix in (".md", ".ipynb"))
+    files = (
+        path for path in pages.PAGES.rglob("*") if path.suffix in (".md", ".ipynb")
+    )
     every = [path.relative_to(pages.PAGES) for path in files]
     nav = (pages.ROOT / "docs" / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = re.findall(r"(\S+\.(?:md|ipynb))$", nav, re.MULTILINE)
@@ -89,7 +108,8 @@ def test_every_page_is_in_the_navigation_and_its_links_lead_somewhere():
         assert [link for link in links if not (path.parent / link).exists()] == [], page
 
 
-# The exported program of a page runs where neither this library nor Equinox can be imported.
+# The exported program of a page runs where neither this library nor Equinox can be
+# imported.
 
 BLOCKED = "import sys; sys.modules['redco_eqx'] = sys.modules['equinox'] = None\n"
 
@@ -97,12 +117,19 @@ BLOCKED = "import sys; sys.modules['redco_eqx'] = sys.modules['equinox'] = None\
 def test_an_exported_program_needs_only_jax(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "page"}
-    blocks = [block.code for block in pages.blocks_of(pages.PAGES / "howto/use.md", "python")]
+    blocks = [
+        block.code for block in pages.blocks_of(pages.PAGES / "howto/use.md", "python")
+    ]
     [reader] = [code for code in blocks if "export.deserialize" in code]
     for code in blocks[: blocks.index(reader)]:
         exec(compile(code, "page", "exec"), namespace)
     capfd.readouterr()
-    there = printed(f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())")
+    there = printed(
+        f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())"
+    )
     np = namespace["np"]
     row = np.frombuffer(b"ArgumentParser(description=text)"[:32], np.uint8) / 128 - 1
-    assert there.split() == ["(1,)", str(namespace["predict"](row[None].astype(np.float32)).item())]
+    assert there.split() == [
+        "(1,)",
+        str(namespace["predict"](row[None].astype(np.float32)).item()),
+    ]

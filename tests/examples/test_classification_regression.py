@@ -1,4 +1,5 @@
-"""Classification and regression: they learn, read the formats of the public sets, and refuse others."""
+"""Classification and regression: they learn, read the formats of the public sets, and
+refuse others."""
 
 import gzip
 import json
@@ -31,7 +32,9 @@ def write_mnist(directory, train, test):
         images = np.stack([np.round(x * 255) for x, _ in split]).astype(np.uint8)
         labels = np.array([y for _, y in split], np.uint8)
         head = np.array([0x803, *images.shape], ">i4").tobytes()
-        (directory / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + images.tobytes()))
+        (directory / f"{name}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(head + images.tobytes())
+        )
         head = np.array([0x801, len(labels)], ">i4").tobytes()
         (directory / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
 
@@ -42,22 +45,31 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
     again, _ = digits_data.digits(str(tmp_path))
     assert [y for _, y in again] == [y for _, y in train[:640]]
     np.testing.assert_allclose(again[7][0], train[7][0], atol=1 / 255)
-    scores, linear = example.main(["--task", "digits", "--data", str(tmp_path), "--epochs", "6"])["digits"]
+    scores, linear = example.main(
+        ["--task", "digits", "--data", str(tmp_path), "--epochs", "6"]
+    )["digits"]
     assert 0.8 < linear < 0.95
     assert scores[-1] > linear - 0.08, "after 120 steps"
 
 
 def test_tables_are_read_and_learnt(tmp_path):
     flags = write_tables(tmp_path)
-    for task, label, least, gap in (("classification", "kind", 0.85, 0.1), ("regression", "score", 0.5, 0.15)):
-        scores, linear = example.main([*flags, "--task", task, "--label", label, "--epochs", "5"])[task]
+    for task, label, least, gap in (
+        ("classification", "kind", 0.85, 0.1),
+        ("regression", "score", 0.5, 0.15),
+    ):
+        scores, linear = example.main(
+            [*flags, "--task", task, "--label", label, "--epochs", "5"]
+        )[task]
         assert len(scores) == 5
         assert linear > least
         assert scores[-1] > linear - gap, "after 40 steps"
 
 
 def table(directory, split, text, label, columns=None):
-    args = types.SimpleNamespace(data=str(directory), text=text, label=label, columns=columns)
+    args = types.SimpleNamespace(
+        data=str(directory), text=text, label=label, columns=columns
+    )
     return table_data.table(args, split)
 
 
@@ -70,12 +82,20 @@ def test_formats_give_the_same_rows(tmp_path):
         assert table(tmp_path, suffix, ["first", "second"], "kind") == pairs
     # Without a header, by given names, as in CoLA.
     (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')
-    found = table(tmp_path, "train", ["sentence"], "label", ["source", "label", "marker", "sentence"])
+    found = table(
+        tmp_path,
+        "train",
+        ["sentence"],
+        "label",
+        ["source", "label", "marker", "sentence"],
+    )
     assert found == [(('He "said so.',), "1"), (("So he",), "0")]
 
 
 def test_pairs_of_neighbours_tell_orders_apart():
-    one, other, longer = (set(example.encode((x,)).tolist()) for x in ("a b c", "c b a", "a b c " * 50))
+    one, other, longer = (
+        set(example.encode((x,)).tolist()) for x in ("a b c", "c b a", "a b c " * 50)
+    )
     assert len(one & other) == 1 + 4, "nothing, the start and three words"
     assert one < longer
 
@@ -90,13 +110,19 @@ def test_docstrings_are_split_once_and_for_all():
 
 def test_data_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"):
+    with pytest.raises(
+        ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"
+    ):
         digits_data.digits(str(tmp_path))
     flags = write_tables(tmp_path)
     by_kind = ["--text", "first", "--label", "kind"]
     unlabelled = [*flags, "--task", "classification"]
-    assert_ends_with_one_line(example.main, unlabelled, "no column 'label' among first, second, kind, score")
-    assert_ends_with_one_line(example.main, [*flags, "--task", "regression", *by_kind], "is not a number")
+    assert_ends_with_one_line(
+        example.main, unlabelled, "no column 'label' among first, second, kind, score"
+    )
+    assert_ends_with_one_line(
+        example.main, [*flags, "--task", "regression", *by_kind], "is not a number"
+    )
     (tmp_path / "train.tsv").write_text("first\tkind\nay\tcalm\nno\tgrim\n")
     (tmp_path / "dev.parquet").unlink()
     lacks, wild = "row 1 lacks a text or its kind", "'wild' is not among those"
@@ -112,25 +138,45 @@ TINY = ["--quick", "--length", "32", "--text", "first", "second"]
 
 
 def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
-    """A BERT; and, with its words, a RoBERTa without a classifier, whose tokenizer has no segments."""
+    """A BERT; and, with its words, a RoBERTa without a classifier, whose tokenizer has
+    no segments."""
     for split, num in (("train", 320), ("dev", 64)):
-        rows = [row | {"score": float(row["score"])} for row in text_tables.rows(num, num)]
+        rows = [
+            row | {"score": float(row["score"])} for row in text_tables.rows(num, num)
+        ]
         text_tables.write(tmp_path / f"{split}.jsonl", rows)
     flags = [*TINY, "--data", str(tmp_path), "--epochs", "6", "--output", str(tmp_path)]
-    scores, linear = glue.main([*flags, "--task", "classification", "--label", "kind"])["classification"]
+    scores, linear = glue.main([*flags, "--task", "classification", "--label", "kind"])[
+        "classification"
+    ]
     assert len(scores) == 6
     assert linear > 0.85
     assert scores[-1] > 0.75, "half of the texts have the more frequent class"
 
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "classification").get_vocab()
+    words = transformers.AutoTokenizer.from_pretrained(
+        tmp_path / "classification"
+    ).get_vocab()
     names = ["input_ids", "attention_mask"]
     tokenizer: Any = transformers.BertTokenizer(vocab=words, model_input_names=names)
     tokenizer.save_pretrained(tmp_path)
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 1}
-    sizes |= {"max_position_embeddings": 40, "type_vocab_size": 1, "pad_token_id": tokenizer.pad_token_id}
-    config = tiny_models.abstract("roberta_masked", initializer_range=0.1, **sizes).config
-    models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)
-    flags += ["--task", "regression", "--label", "score", "--model", str(tmp_path), "--rate", "2e-3"]
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+    }
+    sizes |= {
+        "max_position_embeddings": 40,
+        "type_vocab_size": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = tiny_models.abstract(
+        "roberta_masked", initializer_range=0.1, **sizes
+    ).config
+    models.save_pretrained(
+        models.RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path
+    )
+    flags += ["--task", "regression", "--label", "score"]
+    flags += ["--model", str(tmp_path), "--rate", "2e-3"]
     scores, linear = glue.main(flags)["regression"]
     assert linear > 0.5
     assert scores[-1] > 0.3, "0 by the mean"
@@ -140,8 +186,19 @@ def test_classes_of_pairs_are_learnt_and_a_roberta_learns_a_number(tmp_path):
 
 
 def test_a_model_of_another_kind_is_named(tmp_path):
-    config = models.ViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2)
+    config = models.ViTConfig(
+        image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2
+    )
     (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
-    flags = ["--quick", *write_tables(tmp_path), "--task", "classification", "--label", "kind"]
+    flags = [
+        "--quick",
+        *write_tables(tmp_path),
+        "--task",
+        "classification",
+        "--label",
+        "kind",
+    ]
     flags += ["--model", str(tmp_path)]
-    assert_ends_with_one_line(glue.main, flags, "a vit has no classifier here, only bert and roberta")
+    assert_ends_with_one_line(
+        glue.main, flags, "a vit has no classifier here, only bert and roberta"
+    )

@@ -1,4 +1,5 @@
-"""Environments, their rollouts, and learning from them: it works, and does not depend on the mesh."""
+"""Environments, their rollouts, and learning from them: it works, and does not depend
+on the mesh."""
 
 import dataclasses
 import functools
@@ -21,12 +22,15 @@ NUM_ENVS, NUM_TIMES = 8, 128
 
 
 def rollouts_of(name, actions, **axes):
-    return environments.Rollouts(name, NUM_ENVS, rx.make_mesh(**axes), actions=actions, seed=3)
+    return environments.Rollouts(
+        name, NUM_ENVS, rx.make_mesh(**axes), actions=actions, seed=3
+    )
 
 
 @pytest.fixture(scope="module")
 def rollout():
-    """Return a rollout of random actions in CartPole; the fifth, so that episodes are at different steps."""
+    """Return a rollout of random actions in CartPole; the fifth, so that episodes are
+    at different steps."""
     rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
     for _ in range(4):
         rollouts(rollouts.draw, 10)
@@ -43,10 +47,15 @@ def test_each_step_that_counts_is_one_of_the_environment_alone(rollout):
         env.steps_beyond_terminated = None
         after, reward, terminated, _, _ = env.step(int(rollout["action"][i, t]))
         np.testing.assert_allclose(rollout["observation"][i, t + 1], after, atol=1e-5)
-        assert (reward, terminated) == (rollout["reward"][i, t], rollout["terminated"][i, t])
+        assert (reward, terminated) == (
+            rollout["reward"][i, t],
+            rollout["terminated"][i, t],
+        )
     for i, t in began:
         assert t == 0 or rollout["ended"][i, t - 1]
-        assert np.abs(rollout["observation"][i, t + 1]).max() <= 0.05, "where an episode of CartPole begins"
+        assert np.abs(rollout["observation"][i, t + 1]).max() <= 0.05, (
+            "where an episode of CartPole begins"
+        )
 
 
 def advantages_of(rollout, values):
@@ -65,18 +74,25 @@ def advantages_of(rollout, values):
 def actor_critic(mesh, optimizer):
     make = functools.partial(ppo.make_model, num_inputs=4, num_actions=2)
     model = rx.init_model(make, mesh, key=jax.random.key(0))
-    return rx.init_state(model, optimizer, key=jax.random.key(1)), rx.shard_rules(model, mesh)
+    return rx.init_state(model, optimizer, key=jax.random.key(1)), rx.shard_rules(
+        model, mesh
+    )
 
 
 def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, double):
     args = types.SimpleNamespace(epochs=2, batch_size=256, num_envs=NUM_ENVS)
-    rollout = {name: x if name == "action" else x.astype(np.float64) for name, x in rollout.items()}
+    rollout = {
+        name: x if name == "action" else x.astype(np.float64)
+        for name, x in rollout.items()
+    }
     rollout["terminated"][0] = 0  # these were cut short
     optimizer = optax.sgd(0.1)
     state, _ = actor_critic(rx.make_mesh(data=1), optimizer)
     model = state.model
     log_probs, values = jax.vmap(jax.vmap(model))(jnp.asarray(rollout["observation"]))
-    old = jnp.take_along_axis(log_probs[:, :-1], rollout["action"][..., None], axis=2)[..., 0]
+    old = jnp.take_along_axis(log_probs[:, :-1], rollout["action"][..., None], axis=2)[
+        ..., 0
+    ]
     found = jnp.asarray(advantages_of(rollout, np.asarray(values)))
     counted = found[rollout["weight"] > 0]
     rollout = jax.tree.map(jnp.asarray, rollout)
@@ -86,14 +102,24 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
     @eqx.filter_jit
     @eqx.filter_grad
     def gradient(model, rows):
-        """Return the gradient of the mean over pairs of an environment and a time with an action."""
+        """Return the gradient of the mean over pairs of an environment and a time with
+        an action."""
         i, t = rows.T
         acted = rollout["weight"][i, t]
-        observation, action, advantage = rollout["observation"][i, t], rollout["action"][i, t], normed[i, t]
+        observation, action, advantage = (
+            rollout["observation"][i, t],
+            rollout["action"][i, t],
+            normed[i, t],
+        )
         log_prob = jax.nn.log_softmax(jax.vmap(model.actor)(jnp.asarray(observation)))
         ratio = jnp.exp(log_prob[jnp.arange(len(rows)), action] - old[i, t])
-        worse = jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8)) * advantage
-        error = (jax.vmap(model.critic)(jnp.asarray(observation)) - target[i, t]) ** 2 / 2
+        worse = (
+            jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8))
+            * advantage
+        )
+        error = (
+            jax.vmap(model.critic)(jnp.asarray(observation)) - target[i, t]
+        ) ** 2 / 2
         return jnp.sum(jnp.where(acted > 0, error - worse, 0)) / jnp.sum(acted)
 
     for key in jax.random.split(jax.random.fold_in(state.key, 0), 2):
@@ -105,28 +131,39 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
     expected = rx.to_arrays(model)
     for mesh in (rx.make_mesh(data=1), rx.make_mesh(tensor=2, fsdp=2)):
         state, shardings = actor_critic(mesh, optimizer)
-        step = functools.partial(rx.train_step, loss_fn=ppo.loss_fn, optimizer=optimizer, shardings=shardings)
+        step = functools.partial(
+            rx.train_step, loss_fn=ppo.loss_fn, optimizer=optimizer, shardings=shardings
+        )
         update = rx.jit_step(functools.partial(ppo.learn_from, step=step, args=args))
         state, metrics = update(state, jax.device_put(rollout, rx.batch_sharding(mesh)))
         assert metrics["loss"].value.shape == (8,)
         for path, x in state.params.items():
-            # The library's means are float32, by whose rounding the gradients of a sum and of a mean differ.
+            # The library's means are float32, by whose rounding the gradients of a sum
+            # and of a mean differ.
             np.testing.assert_allclose(x, expected[path], rtol=1e-5, atol=1e-7)
 
 
 def test_the_actor_and_the_critic_learn_each_from_their_own_term():
     model = ddpg.make_model(jax.random.key(0), 3, 1)
     random = np.random.default_rng(0)
-    batch = {name: random.normal(size=(16, 3)).astype(np.float32) for name in ("observation", "after")}
+    batch = {
+        name: random.normal(size=(16, 3)).astype(np.float32)
+        for name in ("observation", "after")
+    }
     batch["action"] = random.uniform(-1, 1, (16, 1)).astype(np.float32)
-    batch |= {"reward": random.normal(size=16).astype(np.float32), "terminated": np.zeros(16, np.float32)}
+    batch |= {
+        "reward": random.normal(size=16).astype(np.float32),
+        "terminated": np.zeros(16, np.float32),
+    }
     seen = batch["observation"]
     losses = (
         lambda model: ddpg.loss_fn(model, batch, None)[0],
         lambda model: ddpg.loss_fn(model, batch, None)[1]["error"],
         lambda model: jnp.mean(model.online.value(seen, model.online.act(seen))),
     )
-    both, error, value = (rx.to_arrays(eqx.filter_jit(eqx.filter_grad(f))(model)) for f in losses)
+    both, error, value = (
+        rx.to_arrays(eqx.filter_jit(eqx.filter_grad(f))(model)) for f in losses
+    )
     for path, gradient in both.items():
         if path.startswith("online.actor"):
             assert np.abs(gradient).max() > 0
@@ -137,7 +174,9 @@ def test_the_actor_and_the_critic_learn_each_from_their_own_term():
 
 def test_the_copy_follows_after_each_step(double):
     mesh, optimizer = rx.make_mesh(tensor=2), optax.sgd(0.1)
-    model = rx.init_model(lambda key: ddpg.make_model(key, 3, 1), mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: ddpg.make_model(key, 3, 1), mesh, key=jax.random.key(0)
+    )
     spec = ddpg.Learner(online=True, target=False)
     state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=spec)
     assert {path.split(".")[0] for path in state.params} == {"online"}
@@ -149,13 +188,19 @@ def test_the_copy_follows_after_each_step(double):
     replay.add(rollouts(rollouts.draw, 8))
     batches = replay.sample(3, 16)
     step = functools.partial(rx.train_step, loss_fn=ddpg.loss_fn, optimizer=optimizer)
-    after, _ = jax.jit(functools.partial(ddpg.learn_from, step=step, rate=0.25))(state, batches)
+    after, _ = jax.jit(functools.partial(ddpg.learn_from, step=step, rate=0.25))(
+        state, batches
+    )
     one = jax.jit(step)
     for i in range(3):
         state, _ = one(state, {name: x[i] for name, x in batches.items()})
         for path in copy:
-            copy[path] = 0.75 * copy[path] + 0.25 * state.params[path.replace("target", "online")]
-        state = dataclasses.replace(state, frozen=copy)  # its value is what the next step aims at
+            copy[path] = (
+                0.75 * copy[path]
+                + 0.25 * state.params[path.replace("target", "online")]
+            )
+        # Its value is what the next step aims at.
+        state = dataclasses.replace(state, frozen=copy)
     for path, x in after.frozen.items():
         np.testing.assert_allclose(x, copy[path], rtol=1e-9)
     assert max(np.abs(copy[path] - x).max() for path, x in before.items()) > 0.01
@@ -167,7 +212,11 @@ def test_what_is_replayed_happened():
     seen = [rollouts(rollouts.draw, num_steps) for num_steps in (1, 50, 3)]
     for rollout in seen:
         replay.add(rollout)
-    assert replay.num_seen == sum(int(rollout["weight"].sum()) for rollout in seen) < 54 * NUM_ENVS
+    assert (
+        replay.num_seen
+        == sum(int(rollout["weight"].sum()) for rollout in seen)
+        < 54 * NUM_ENVS
+    )
     happened = {
         tuple(np.ravel(rollout["observation"][i, t : t + 2]))
         for rollout in seen
@@ -176,7 +225,9 @@ def test_what_is_replayed_happened():
     sample = replay.sample(5, 40)
     assert sample["reward"].shape == (5, 40)
     assert sample["weight"].min() == 1
-    pairs = np.concatenate([sample["observation"], sample["after"]], axis=2).reshape(200, 8)
+    pairs = np.concatenate([sample["observation"], sample["after"]], axis=2).reshape(
+        200, 8
+    )
     assert {tuple(pair) for pair in pairs} <= happened
     assert len({tuple(pair) for pair in pairs}) > 80
 
@@ -188,7 +239,12 @@ def test_it_learns_to_balance_a_pole():
 
 
 def test_what_was_learnt_is_saved(tmp_path):
-    (curve,), random = ddpg.main(["--steps", "1200", "--seeds", "1", "--output", str(tmp_path)])["Pendulum-v1"]
+    (curve,), random = ddpg.main(
+        ["--steps", "1200", "--seeds", "1", "--output", str(tmp_path)]
+    )["Pendulum-v1"]
     assert -2000 < random < -900
     assert list(curve) == list(range(1008, 1201, 8))
-    assert [checkpoint.step for checkpoint in rx.list_checkpoints(tmp_path / "Pendulum-v1-0")] == [25 * 4]
+    assert [
+        checkpoint.step
+        for checkpoint in rx.list_checkpoints(tmp_path / "Pendulum-v1-0")
+    ] == [25 * 4]

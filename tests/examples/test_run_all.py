@@ -1,10 +1,14 @@
-"""The table of the examples: what counts as a line of code, what a bound says, which rows are replaced."""
+"""The table of the examples: what counts as a line of code, what a bound says, which
+rows are replaced."""
 
 import run_all
 
 
 def test_an_example_counts_each_file_of_the_folder_that_it_imports():
-    names = {file.name for file in run_all.files_of(run_all.file_of("reinforcement_learning/ppo"))}
+    names = {
+        file.name
+        for file in run_all.files_of(run_all.file_of("reinforcement_learning/ppo"))
+    }
     assert names == {"ppo.py", "environments.py", "common.py"}
     generate = run_all.HERE / "language_modeling" / "generate.py"
     assert generate in run_all.files_of(run_all.file_of("lora")), "by way of another"
@@ -33,7 +37,11 @@ def test_the_page_has_every_example_and_what_is_stated_of_it():
     lines = (run_all.HERE / "README.md").read_text("utf-8").splitlines()
     rows = [row for row in lines if row.startswith("| [")]
     for name, example in run_all.EXAMPLES.items():
-        *table, last = [row.split(" | ") for row in rows if row.startswith(f"| [{name}](")]
-        stated = [(what, measure, bound) for what, (measure, bound) in example.stated.items()]
+        *table, last = [
+            row.split(" | ") for row in rows if row.startswith(f"| [{name}](")
+        ]
+        stated = [
+            (what, measure, bound) for what, (measure, bound) in example.stated.items()
+        ]
         assert [(cells[1], cells[2], cells[5]) for cells in table] == stated
         assert len(last) == 4

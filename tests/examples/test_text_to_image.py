@@ -1,4 +1,5 @@
-"""Images from texts: captions become words, digits are learnt, and a directory of theirs is fine-tuned."""
+"""Images from texts: captions become words, digits are learnt, and a directory of
+theirs is fine-tuned."""
 
 import json
 
@@ -19,7 +20,9 @@ def test_a_caption_is_a_token_for_each_word():
             assert tokens[0] == len(tokenizer) - 2
             ends = len(text.split()) + 1
             assert tokens[ends:] == [len(tokenizer) - 1] * (example.LENGTH - ends)
-            assert str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() == text
+            assert (
+                str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() == text
+            )
     assert len({tuple(tokenizer(word)["input_ids"]) for word in example.WORDS}) == 10
 
 
@@ -54,9 +57,11 @@ def test_a_directory_is_fine_tuned_on_a_folder_of_pictures(digits, tmp_path, cap
         pixels = np.zeros((20, 30, 3), np.uint8)
         pixels[:, :, i % 3] = 255
         PIL.Image.fromarray(pixels).save(folder / f"{i}.png")
-    flags = ["--model", str(directory), "--data", str(folder), "--prompt", "the number", "--class-prompt", "a"]
-    flags += ["--class-images", "8", "--batch-size", "8", "--epochs", "20", "--rate", "1e-3", "--steps", "2"]
-    flags += ["--sample", "the number", "a three", "--picture", str(tmp_path / "samples.png"), "--tensor", "1"]
+    flags = ["--model", str(directory), "--data", str(folder)]
+    flags += ["--prompt", "the number", "--class-prompt", "a", "--class-images", "8"]
+    flags += ["--batch-size", "8", "--epochs", "20", "--rate", "1e-3", "--steps", "2"]
+    flags += ["--sample", "the number", "a three"]
+    flags += ["--picture", str(tmp_path / "samples.png"), "--tensor", "1"]
     results = example.main([*flags, "--output", str(tmp_path / "tuned")])
     after, before = results["loss"]
     assert after < 0.9 * before

@@ -1,4 +1,5 @@
-"""Tables of texts in the formats that examples read, and texts whose class and score are in their words."""
+"""Tables of texts in the formats that examples read, and texts whose class and score
+are in their words."""
 
 import csv
 import json
@@ -7,16 +8,24 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-CALM = ["the", "sea", "is", "calm", "and", "the", "sky", "is", "clear", "today", "so", "we", "sail", "on"]
-WILD = ["storm", "waves", "broke", "over", "us", "all", "night", "long", "and", "we", "fear", "to", "sink"]
+CALM, WILD = (
+    text.split()
+    for text in (
+        "the sea is calm and the sky is clear today so we sail on",
+        "storm waves broke over us all night long and we fear to sink",
+    )
+)
 
 
 def rows(num, seed):
-    """Texts whose class is in their words, and a score that counts some of them; and some noise."""
+    """Texts whose class is in their words, and a score that counts some of them; and
+    some noise."""
     random = np.random.default_rng(seed)
     for _ in range(num):
         label = random.integers(2)
-        text = " ".join([*random.choice((CALM, WILD)[label], 6), *random.choice(CALM + WILD, 3)])
+        text = " ".join(
+            [*random.choice((CALM, WILD)[label], 6), *random.choice(CALM + WILD, 3)]
+        )
         kind, score = ("calm", "wild")[label], str(label * 3.0)
         yield {"first": text[:20], "second": text[20:], "kind": kind, "score": score}
 
@@ -30,6 +39,8 @@ def write(file, rows):
     else:
         tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
         with file.open("w", newline="") as lines:
-            writer = csv.DictWriter(lines, rows[0], **(tabs if file.suffix == ".tsv" else {}))
+            writer = csv.DictWriter(
+                lines, rows[0], **(tabs if file.suffix == ".tsv" else {})
+            )
             writer.writeheader()
             writer.writerows(rows)

@@ -1,6 +1,8 @@
-"""A training run that faults happen to: `python program.py '{"directory": ...}'`; see `DEFAULTS`.
+"""A training run that faults happen to: `python program.py '{"directory": ...}'`; see
+`DEFAULTS`.
 
-It ends with a line of JSON: the step, a digest of every bit of the state, and how many batches were made.
+It ends with a line of JSON: the step, a digest of every bit of the state, and how many
+batches were made.
 """
 
 import hashlib
@@ -30,7 +32,9 @@ DEFAULTS: dict[str, Any] = {
     "at": 7,  # at which call of that
     "seconds_per_batch": 0.0,
 }
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax  # noqa: E402
@@ -39,7 +43,9 @@ import jax  # noqa: E402
 def main(options: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", 8 if options["port"] is None else 4)
     if options["port"] is not None:
-        jax.distributed.initialize(f"127.0.0.1:{options['port']}", 2, options["process"])
+        jax.distributed.initialize(
+            f"127.0.0.1:{options['port']}", 2, options["process"]
+        )
 
     import time
 
@@ -49,11 +55,16 @@ def main(options: dict[str, Any]) -> None:
 
     import redco_eqx as rx
 
-    num_calls: dict[str, int] = dict.fromkeys(("training", "compilation", "evaluation", "prediction"), 0)
+    num_calls: dict[str, int] = dict.fromkeys(
+        ("training", "compilation", "evaluation", "prediction"), 0
+    )
 
     def happen(where: str) -> None:
         num_calls[where] += 1
-        if options["signal"] is not None and (where, num_calls[where]) == (options["where"], options["at"]):
+        if options["signal"] is not None and (where, num_calls[where]) == (
+            options["where"],
+            options["at"],
+        ):
             os.kill(os.getpid(), options["signal"])
             if options["again_after"] is not None:
                 time.sleep(options["again_after"])
@@ -79,27 +90,58 @@ def main(options: dict[str, Any]) -> None:
         return {"sum": int(np.sum(predictions))}
 
     examples = make_examples(44, dim=8)
-    evaluated = [list(range(8)), list(range(8, 16)), list(range(4)), list(range(8, 12)), list(range(4, 8))]
+    evaluated = [
+        list(range(8)),
+        list(range(8, 16)),
+        list(range(4)),
+        list(range(8, 12)),
+        list(range(4, 8)),
+    ]
     functions: Any = {"predict_fn": predict_fn, "metric_fn": metric_fn}
-    evaluation = rx.Evaluation(examples[:16], every_steps=10, **functions) if options["evaluates"] else None
-    functions = {"collate_fn": train_collate, "loss_fn": loss_fn, "optimizer": optax.adam(1e-2)}
+    evaluation = (
+        rx.Evaluation(examples[:16], every_steps=10, **functions)
+        if options["evaluates"]
+        else None
+    )
+    functions = {
+        "collate_fn": train_collate,
+        "loss_fn": loss_fn,
+        "optimizer": optax.adam(1e-2),
+    }
     saving = {name: options[name] for name in ("every_steps", "keep_last")}
     arguments = {name: options[name] for name in ("num_steps", "num_microbatches")}
-    arguments |= {"evaluation": evaluation, "checkpoints": rx.Checkpoints(options["directory"], **saving)}
-    arguments["loggers"] = [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
+    arguments |= {
+        "evaluation": evaluation,
+        "checkpoints": rx.Checkpoints(options["directory"], **saving),
+    }
+    arguments["loggers"] = (
+        [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
+    )
     code, state = 0, mlp_state(functions["optimizer"], rx.make_mesh(**options["mesh"]))
     try:
         state = fit(
-            state, examples, prefetch=options["prefetch"], batch_size=8, log_every=1, **functions, **arguments
+            state,
+            examples,
+            prefetch=options["prefetch"],
+            batch_size=8,
+            log_every=1,
+            **functions,
+            **arguments,
         )
     except rx.errors.TrainingInterrupted as error:
         code, state = error.code, error.state
-    print(json.dumps({"step": int(state.step), "digest": digest_of(state), "calls": num_calls}), flush=True)
+    print(
+        json.dumps(
+            {"step": int(state.step), "digest": digest_of(state), "calls": num_calls}
+        ),
+        flush=True,
+    )
     sys.exit(code)
 
 
 def digest_of(state: Any) -> str:
-    """SHA-256 over the bits of every leaf; on several processes, over what this one holds."""
+    """SHA-256 over the bits of every leaf; on several processes, over what this one
+    holds."""
     from fit_helpers import host
 
     total = hashlib.sha256()
@@ -110,5 +152,6 @@ def digest_of(state: Any) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job of the background
+    # Ignored in a job of the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main({**DEFAULTS, **json.loads(sys.argv[1])})

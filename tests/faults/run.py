@@ -1,8 +1,9 @@
-"""Faults that happen to a training run, and what is lost: `python tests/faults/run.py [--reduced]`.
+"""Faults that happen to a training run, and what is lost:
+`python tests/faults/run.py [--reduced]`.
 
-Prints a table: fault, tries, survived, lost. A try survives if what the library promises for that fault has
-come true, most often: the run goes on and ends with every bit that an uninterrupted one has. Ends with status 1
-if anything is lost.
+Prints a table: fault, tries, survived, lost. A try survives if what the library
+promises for that fault has come true, most often: the run goes on and ends with every
+bit that an uninterrupted one has. Ends with status 1 if anything is lost.
 """
 
 import argparse
@@ -23,7 +24,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
@@ -46,9 +49,16 @@ ALL_MESHES = {**MESHES, "data4xtensor2": {"tensor": 2}}
 
 
 def start(**options: Any) -> subprocess.Popen[str]:
-    text = json.dumps({name: str(x) if isinstance(x, pathlib.Path) else x for name, x in options.items()})
+    text = json.dumps(
+        {
+            name: str(x) if isinstance(x, pathlib.Path) else x
+            for name, x in options.items()
+        }
+    )
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, str(PROGRAM), text], stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), text], stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
@@ -56,8 +66,12 @@ def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, An
     results = []
     for program in programs:
         out, err = program.communicate(timeout=300)
-        assert program.returncode == code, f"ended with {program.returncode}, not {code}: {err[-2000:]}"
-        lines = [line[line.index("{") :] for line in out.splitlines() if '{"step"' in line]
+        assert program.returncode == code, (
+            f"ended with {program.returncode}, not {code}: {err[-2000:]}"
+        )
+        lines = [
+            line[line.index("{") :] for line in out.splitlines() if '{"step"' in line
+        ]
         results.append(json.loads(lines[-1]) if lines else {})
     return results
 
@@ -73,7 +87,10 @@ def same_rows(log: pathlib.Path, other: pathlib.Path) -> None:
 
 
 def newest(directory: pathlib.Path) -> int:
-    return max((int(path.name) for path in directory.glob("*") if path.name.isdecimal()), default=0)
+    return max(
+        (int(path.name) for path in directory.glob("*") if path.name.isdecimal()),
+        default=0,
+    )
 
 
 # Faults: each yields once for a try that survives
@@ -87,7 +104,9 @@ def kills(base: pathlib.Path, tries: int, name: str = "killed") -> Iterator[str]
     like = mlp_state(ADAM)
     for _ in range(tries):
         before = newest(directory)
-        program = start(directory=directory, log=log, num_steps=10**9, num_microbatches=2)
+        program = start(
+            directory=directory, log=log, num_steps=10**9, num_microbatches=2
+        )
         while newest(directory) <= before + 1 and program.poll() is None:
             time.sleep(0.005)
         time.sleep(draw.uniform(0, 0.4))
@@ -104,10 +123,15 @@ def kills(base: pathlib.Path, tries: int, name: str = "killed") -> Iterator[str]
     num_steps = newest(directory) + 5
     options: Any = {"num_steps": num_steps, "num_microbatches": 2}
     (ended,) = finish(start(directory=directory, log=log, **options))
-    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
+    (expected,) = finish(
+        start(directory=base / "whole", log=base / "whole.jsonl", **options)
+    )
     assert ended["digest"] == expected["digest"], "the trajectory differs"
     same_rows(log, base / "whole.jsonl")
-    yield f"{num_steps} steps in all; {num_between} of the kills between temporary directory and commit"
+    yield (
+        f"{num_steps} steps in all; {num_between} of the kills between temporary "
+        "directory and commit"
+    )
 
 
 small_run = functools.partial(counted, None, num_steps=8)
@@ -119,7 +143,9 @@ def damage(change: Callable[[pathlib.Path], None]) -> Callable[..., Iterator[str
     def run(base: pathlib.Path, tries: int) -> Iterator[str]:
         expected = small_run(base / "whole", num_steps=14)
         small_run(base / "run")
-        files = sorted(path for path in (base / "run" / "8").rglob("*") if path.is_file())
+        files = sorted(
+            path for path in (base / "run" / "8").rglob("*") if path.is_file()
+        )
         num_refused = 0
         for index in range(min(tries, len(files))):
             directory = shutil.copytree(base / "run", base / f"copy-{index}")
@@ -129,8 +155,12 @@ def damage(change: Callable[[pathlib.Path], None]) -> Callable[..., Iterator[str
                 warnings.simplefilter("always")
                 found = small_run(directory, num_steps=14)
             assert_same(found, expected)
-            told = [str(w.message) for w in caught if str(directory / "8") in str(w.message)]
-            assert bool(told) == (directory / "8.damaged").exists(), "skipped without a word"
+            told = [
+                str(w.message) for w in caught if str(directory / "8") in str(w.message)
+            ]
+            assert bool(told) == (directory / "8.damaged").exists(), (
+                "skipped without a word"
+            )
             num_refused += bool(told)
             yield f"{num_refused} named and skipped, the others harmless"
             shutil.rmtree(directory)
@@ -138,9 +168,11 @@ def damage(change: Callable[[pathlib.Path], None]) -> Callable[..., Iterator[str
     return run
 
 
-def broken_disk(breaking: Callable[[pathlib.Path], Any]) -> Callable[..., Iterator[str]]:
-    """A file system that breaks under way; needs the right to mount. The error reaches the caller with the
-    state, and the run goes on when the disk is whole again."""
+def broken_disk(
+    breaking: Callable[[pathlib.Path], Any],
+) -> Callable[..., Iterator[str]]:
+    """A file system that breaks under way; needs the right to mount. The error reaches
+    the caller with the state, and the run goes on when the disk is whole again."""
 
     def run(base: pathlib.Path, tries: int) -> Iterator[str]:
         expected = small_run(base / "whole")
@@ -151,7 +183,10 @@ def broken_disk(breaking: Callable[[pathlib.Path], Any]) -> Callable[..., Iterat
                 yield "not tried: no right to mount"
                 return
             # None is removed, which would make room.
-            checkpoints, state = rx.Checkpoints(disk, every_steps=2, keep_last=None), None
+            checkpoints, state = (
+                rx.Checkpoints(disk, every_steps=2, keep_last=None),
+                None,
+            )
             try:
                 with contextlib.ExitStack() as stack:
                     act = functools.partial(stack.enter_context, breaking(disk))
@@ -170,7 +205,10 @@ def broken_disk(breaking: Callable[[pathlib.Path], Any]) -> Callable[..., Iterat
 
 
 def mounted(disk: pathlib.Path, *options: str) -> bool:
-    return subprocess.run(["mount", *options, str(disk)], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["mount", *options, str(disk)], capture_output=True).returncode
+        == 0
+    )
 
 
 @contextlib.contextmanager
@@ -198,7 +236,8 @@ def read_only(disk: pathlib.Path) -> Iterator[None]:
 
 
 def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """SIGTERM and SIGINT in each phase: saved at the next step, the exit code tells, resumed exactly."""
+    """SIGTERM and SIGINT in each phase: saved at the next step, the exit code tells,
+    resumed exactly."""
     options: Any = {"num_steps": 24, "every_steps": 7, "evaluates": True}
     whole = start(directory=base / "whole", log=base / "whole.jsonl", **options)
     # The first calls are those of the rehearsal; the second trace is that of training.
@@ -218,7 +257,9 @@ def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
     for case, log, program in zip(cases, logs, programs, strict=True):
         number, where, _ = case
         (cut,) = finish(program, code=128 + number)
-        assert newest(log.with_suffix("")) == cut["step"] < 24, f"{where}: not saved at {cut['step']}"
+        assert newest(log.with_suffix("")) == cut["step"] < 24, (
+            f"{where}: not saved at {cut['step']}"
+        )
         (ended,) = finish(started(case, log, False))
         assert ended["digest"] == expected["digest"], f"{where}: the trajectory differs"
         same_rows(log, base / "whole.jsonl")
@@ -226,13 +267,23 @@ def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def signals_again(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """The same signal twice, as from srun and the batch script: one request, which is saved."""
+    """The same signal twice, as from srun and the batch script: one request, which is
+    saved."""
     options: Any = {"num_steps": 24, "every_steps": 7}
     (expected,) = finish(start(directory=base / "whole", **options))
     for index in range(tries):
-        directory, number = base / str(index), (signal.SIGTERM, signal.SIGINT)[index % 2]
-        fault = {"signal": number, "at": 9 + index, "again_after": (0.01, 0.2, 1.0)[index % 3]}
-        (cut,) = finish(start(directory=directory, **fault, **options), code=128 + number)
+        directory, number = (
+            base / str(index),
+            (signal.SIGTERM, signal.SIGINT)[index % 2],
+        )
+        fault = {
+            "signal": number,
+            "at": 9 + index,
+            "again_after": (0.01, 0.2, 1.0)[index % 3],
+        }
+        (cut,) = finish(
+            start(directory=directory, **fault, **options), code=128 + number
+        )
         assert newest(directory) == cut["step"] < 24, f"not saved at {cut['step']}"
         (ended,) = finish(start(directory=directory, **options))
         assert ended["digest"] == expected["digest"], "the trajectory differs"
@@ -240,13 +291,19 @@ def signals_again(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def hanging_reader(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """A signal while `collate_fn` hangs, in the main thread or in another: saved, and ended in seconds."""
+    """A signal while `collate_fn` hangs, in the main thread or in another: saved, and
+    ended in seconds."""
     options: Any = {"num_steps": 24, "every_steps": 7}
     (expected,) = finish(start(directory=base / "whole", **options))
     for index in range(tries):
-        directory, number = base / str(index), (signal.SIGTERM, signal.SIGINT)[index // 2 % 2]
+        directory, number = (
+            base / str(index),
+            (signal.SIGTERM, signal.SIGINT)[index // 2 % 2],
+        )
         fault = {"signal": number, "at": 9, "hangs": True, "prefetch": 2 * (index % 2)}
-        (cut,) = finish(start(directory=directory, **fault, **options), code=128 + number)
+        (cut,) = finish(
+            start(directory=directory, **fault, **options), code=128 + number
+        )
         assert newest(directory) == cut["step"] > 0, f"not saved at {cut['step']}"
         (ended,) = finish(start(directory=directory, **options))
         assert ended["digest"] == expected["digest"], "the trajectory differs"
@@ -254,7 +311,8 @@ def hanging_reader(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """Saved on any mesh, of one process or two, and restored on any other: bit-equal."""
+    """Saved on any mesh, of one process or two, and restored on any other:
+    bit-equal."""
     num_tries = 0
     for source, options in {"2 processes x 4": None, **ALL_MESHES}.items():
         if num_tries == tries:
@@ -266,7 +324,9 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
             finish(start(directory=directory, num_steps=3, mesh=options))
         first = None
         for name, axes in ALL_MESHES.items():
-            arrays = bits(to_names(rx.restore(directory, mlp_state(ADAM, rx.make_mesh(**axes)))))
+            arrays = bits(
+                to_names(rx.restore(directory, mlp_state(ADAM, rx.make_mesh(**axes))))
+            )
             first = first or arrays
             assert arrays == first, f"{source} to {name}"
             num_tries += 1
@@ -278,9 +338,17 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
 # name: (fault, tries in full, tries if reduced)
 FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
     "kill -9 at a random instant": (kills, 50, 3),
-    "the same, in a directory betas=[0.9,*]": (functools.partial(kills, name="betas=[0.9,*]"), 8, 1),
+    "the same, in a directory betas=[0.9,*]": (
+        functools.partial(kills, name="betas=[0.9,*]"),
+        8,
+        1,
+    ),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
-    "a file cut in half": (damage(lambda path: os.truncate(path, path.stat().st_size // 2)), 99, 4),
+    "a file cut in half": (
+        damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
+        99,
+        4,
+    ),
     "a full disk": (broken_disk(without_room), 10, 1),
     "a disk turned read-only": (broken_disk(read_only), 4, 1),
     "SIGTERM or SIGINT, each phase": (signals, 8, 2),
@@ -293,13 +361,19 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reduced", action="store_true", help="fewer tries")
-    parser.add_argument("--tries", type=int, default=999, help="at most so many of each")
+    parser.add_argument(
+        "--tries", type=int, default=999, help="at most so many of each"
+    )
     parser.add_argument("--only", default="", help="faults whose name contains this")
     arguments = parser.parse_args()
-    print(f"{'fault':<42}{'tries':>6}{'survived':>10}{'lost':>6}{'seconds':>9}", flush=True)
+    print(
+        f"{'fault':<42}{'tries':>6}{'survived':>10}{'lost':>6}{'seconds':>9}",
+        flush=True,
+    )
     num_lost = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # When a save fails, the threads of Orbax and TensorStore print a page of what they also raise.
+    # When a save fails, the threads of Orbax and TensorStore print a page of what they
+    # also raise.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for name, (fault, in_full, reduced) in FAULTS.items():
         if arguments.only not in name:
@@ -317,7 +391,10 @@ def main() -> None:
                 lost = 1
                 note = f"{type(error).__name__}: {error}"
         num_lost += lost
-        line = f"{name:<42}{survived + lost:>6}{survived:>10}{lost:>6}{time.monotonic() - began:>9.0f}  {note}"
+        line = (
+            f"{name:<42}{survived + lost:>6}{survived:>10}{lost:>6}"
+            f"{time.monotonic() - began:>9.0f}  {note}"
+        )
         print(line.rstrip(), flush=True)
     sys.exit(1 if num_lost else 0)
 

@@ -1,11 +1,14 @@
-"""Every gradient through `train_step`, on every mesh, is that of one device: over generated programs.
+"""Every gradient through `train_step`, on every mesh, is that of one device: over
+generated programs.
 
 Set in the environment:
-- `GRADIENTS_SHARES`: tests for each family, of `SHARE` programs each; 1 takes a minute on two cores.
+- `GRADIENTS_SHARES`: tests for each family, of `SHARE` programs each; 1 takes a minute
+    on two cores.
 - `GRADIENTS_SEED`: another number draws other programs.
 - `GRADIENTS_SHRINK=1`: what fails is reduced, which may take five minutes a test.
 
-A program that crashes the compiler ends the process: pytest-xdist names the test. `-s -n 0` prints programs.
+A program that crashes the compiler ends the process: pytest-xdist names the test.
+`-s -n 0` prints programs.
 """
 
 import os
@@ -19,10 +22,16 @@ from gradients.programs import FAMILIES, Spec, programs
 from gradients.steps import check
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-SHARE = 4  # after ten, hypothesis tries variants of one program more often than new ones
+SHARE = (
+    4  # after ten, hypothesis tries variants of one program more often than new ones
+)
 NUM_SHARES = int(os.environ.get("GRADIENTS_SHARES", "1"))
 SEED = int(os.environ.get("GRADIENTS_SEED", "0"))
-PHASES = (Phase.generate, Phase.shrink) if os.environ.get("GRADIENTS_SHRINK") == "1" else (Phase.generate,)
+PHASES = (
+    (Phase.generate, Phase.shrink)
+    if os.environ.get("GRADIENTS_SHRINK") == "1"
+    else (Phase.generate,)
+)
 
 SETTINGS = settings(
     max_examples=SHARE,
@@ -31,7 +40,11 @@ SETTINGS = settings(
     print_blob=False,
     report_multiple_bugs=False,
     phases=PHASES,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+    ],
 )
 
 
@@ -42,11 +55,13 @@ def no_programs_of_other_tests() -> Iterator[None]:
 
 
 def is_of_jax(error: Exception) -> bool:
-    """Returns true for what plain JAX raises on a mesh as well, before anything is run: XLA, of the second
-    derivative of a shift along a split batch, and JAX, of some convolutions under several `vmap`s whose kernel
-    lies on a mesh.
+    """Returns true for what plain JAX raises on a mesh as well, before anything is run:
+    XLA, of the second derivative of a shift along a split batch, and JAX, of some
+    convolutions under several `vmap`s whose kernel lies on a mesh.
     """
-    return isinstance(error, NotImplementedError) or "during context [hlo verifier]" in str(error)
+    return isinstance(
+        error, NotImplementedError
+    ) or "during context [hlo verifier]" in str(error)
 
 
 @pytest.mark.filterwarnings("ignore::redco_eqx.errors.ShardingWarning")

@@ -18,7 +18,9 @@ def _custom_vjp(layer: Layer) -> Layer:
         return wrapped(*given), given
 
     def backward(given: Any, gradient: Any) -> Any:
-        return *jax.vjp(lambda *some: layer(*some, given[2]), *given[:2])[1](gradient), None
+        return *jax.vjp(lambda *some: layer(*some, given[2]), *given[:2])[1](
+            gradient
+        ), None
 
     wrapped.defvjp(forward, backward)
     return wrapped
@@ -29,7 +31,9 @@ def _custom_jvp(layer: Layer) -> Layer:
 
     @wrapped.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda *some: layer(*some, primals[2]), primals[:2], tangents[:2])
+        return jax.jvp(
+            lambda *some: layer(*some, primals[2]), primals[:2], tangents[:2]
+        )
 
     return wrapped
 
@@ -38,7 +42,9 @@ def _cond(layer: Layer) -> Layer:
     def wrapped(weights: Any, x: Any, index: Any) -> Any:
         other = jax.tree.map(lambda w: 0.5 * w, weights)
         is_even = index[0, 0] % 2 == 0
-        return jax.lax.cond(is_even, layer, lambda _, *rest: layer(other, *rest), weights, x, index)
+        return jax.lax.cond(
+            is_even, layer, lambda _, *rest: layer(other, *rest), weights, x, index
+        )
 
     return wrapped
 

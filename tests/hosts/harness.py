@@ -1,4 +1,5 @@
-"""Starting the processes of a run, waiting for what becomes of them, comparing their results."""
+"""Starting the processes of a run, waiting for what becomes of them, comparing their
+results."""
 
 import contextlib
 import dataclasses
@@ -24,7 +25,11 @@ def free_port():
 
 def environment(*, num_devices, **more):
     """Return the environment of one process: CPU devices, float64, fast compilation."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))
+    }
     fixed = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": num_devices,
@@ -37,7 +42,11 @@ def environment(*, num_devices, **more):
 
 def joined(process, num_processes, address):
     """The variables by which a process on a bare node is told its place."""
-    place = {"NUM_PROCESSES": num_processes, "PROCESS_ID": process, "COORDINATOR_ADDRESS": address}
+    place = {
+        "NUM_PROCESSES": num_processes,
+        "PROCESS_ID": process,
+        "COORDINATOR_ADDRESS": address,
+    }
     return {f"JAX_{name}": value for name, value in place.items()}
 
 
@@ -59,7 +68,8 @@ class Processes:
             time.sleep(0.05)
 
     def wait_for_trouble(self, path, seconds):
-        """Until the file is there, or a process has ended: what goes wrong then counts from now on."""
+        """Until the file is there, or a process has ended: what goes wrong then counts
+        from now on."""
         with contextlib.suppress(AssertionError):
             self.wait_for([path], seconds)
         self.since = time.monotonic()
@@ -69,7 +79,8 @@ class Processes:
         self.workers[process].send_signal(number)
 
     def leave(self, seconds, *, besides=()):
-        """Waits until all, but some, have ended; their exit codes, and for each the seconds it took."""
+        """Waits until all, but some, have ended; their exit codes, and for each the
+        seconds it took."""
         self.since = self.since or time.monotonic()
         waiting, took = set(range(len(self.workers))) - set(besides), {}
         while waiting and time.monotonic() - self.since < seconds:
@@ -97,11 +108,16 @@ def start(commands, environments, out):
     return Processes(workers, logs)
 
 
-def start_loopback(out, *arguments, program=PROGRAM, num_processes=2, num_devices=4, **more):
+def start_loopback(
+    out, *arguments, program=PROGRAM, num_processes=2, num_devices=4, **more
+):
     """A program as two processes of this host, or more."""
     address, more = f"127.0.0.1:{free_port()}", {"num_devices": num_devices, **more}
     command = [sys.executable, str(program), str(out), *map(str, arguments)]
-    environments = [environment(**joined(i, num_processes, address), **more) for i in range(num_processes)]
+    environments = [
+        environment(**joined(i, num_processes, address), **more)
+        for i in range(num_processes)
+    ]
     return start([command] * num_processes, environments, out)
 
 
@@ -118,7 +134,8 @@ def results(out):
 
 
 def compare(found, expected):
-    """`{mesh: largest difference}`; every process has all results, process 0 alone the logged rows."""
+    """`{mesh: largest difference}`; every process has all results, process 0 alone the
+    logged rows."""
     worst = {}
     for mesh in expected:
         for process, result in enumerate(found):

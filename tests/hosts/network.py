@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces that a pair of virtual Ethernet devices joins. Needs root."""
+"""Two hosts on one machine: network namespaces that a pair of virtual Ethernet devices
+joins. Needs root."""
 
 import os
 import pathlib
@@ -17,7 +18,9 @@ def missing():
 
 def lacking(tools, packages):
     absent = [tool for tool in tools if shutil.which(tool) is None]
-    return f"{', '.join(absent)} not found (apt-get install {packages})" if absent else ""
+    return (
+        f"{', '.join(absent)} not found (apt-get install {packages})" if absent else ""
+    )
 
 
 class TwoHosts:
@@ -36,7 +39,8 @@ class TwoHosts:
                 ip("netns", "add", space)
                 ip("-n", space, "link", "set", "lo", "up")
             (a, b), (x, y) = self._spaces, self._devices
-            ip("link", "add", x, "netns", a, "type", "veth", "peer", "name", y, "netns", b)
+            peer = ("peer", "name", y, "netns", b)
+            ip("link", "add", x, "netns", a, "type", "veth", *peer)
             for space, device, address in zip(self._spaces, self._devices, ADDRESSES):
                 ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
                 ip("-n", space, "link", "set", device, "up")
@@ -47,16 +51,24 @@ class TwoHosts:
 
     def __exit__(self, *_):
         for space in self._spaces:
-            subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False
+            )
 
     def command(self, host, *command):
-        """`command` on host number `host`: by `exec` all the way, so that it keeps its process id."""
-        script = f'hostname {self.names[host]}; mount --bind {self._hosts[host]} /etc/hosts; exec "$@"'
-        inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "_", *map(str, command)]
+        """`command` on host number `host`: by `exec` all the way, so that it keeps its
+        process id."""
+        script = (
+            f"hostname {self.names[host]}; mount --bind {self._hosts[host]} "
+            '/etc/hosts; exec "$@"'
+        )
+        inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "_"]
+        inside += map(str, command)
         return ["ip", "netns", "exec", self._spaces[host], *inside]
 
     def write_hosts_files(self, wrong=None):
-        """Good ones; but host number `wrong` knows itself as Debian's installer writes it."""
+        """Good ones; but host number `wrong` knows itself as Debian's installer writes
+        it."""
         for host, file in enumerate(self._hosts):
             lines = ["127.0.0.1 localhost"]
             for i, (address, name) in enumerate(zip(ADDRESSES, self.names)):
@@ -64,7 +76,8 @@ class TwoHosts:
             file.write_text("\n".join([*lines, ""]))
 
     def set_link(self, up):
-        ip("-n", self._spaces[1], "link", "set", self._devices[1], "up" if up else "down")
+        state = "up" if up else "down"
+        ip("-n", self._spaces[1], "link", "set", self._devices[1], state)
 
 
 def ip(*arguments):

@@ -1,4 +1,5 @@
-"""`nox -s hosts`: really several processes, hosts and launchers; a table of what became of each.
+"""`nox -s hosts`: really several processes, hosts and launchers; a table of what became
+of each.
 
     python tests/hosts/run.py [PART ...]     namespaces nodes slurm xmanager faults
 
@@ -36,7 +37,9 @@ rows = []
 
 def row(part, what, outcome, ok):
     rows.append((part, what, outcome, ok))
-    print(f"{'ok    ' if ok else 'FAILED'}  {part:<12} {what:<44} {outcome}", flush=True)
+    print(
+        f"{'ok    ' if ok else 'FAILED'}  {part:<12} {what:<44} {outcome}", flush=True
+    )
 
 
 class Session:
@@ -56,14 +59,22 @@ class Session:
         return {name: self._expected[name] for name in names}
 
     def check_equal(self, part, what, processes, out, names):
-        """Waits for a run of the program's `equal`, and compares it with one process."""
+        """Waits for a run of the program's `equal`, and compares it with one
+        process."""
         codes, _ = processes.leave(400)
         if any(codes):
             print(processes.text()[-3000:])
             row(part, what, f"exit codes {codes}", False)
             return
-        for name, difference in harness.compare(harness.results(out), self.expected(names)).items():
-            row(part, f"{what}: {name}", f"differs by {difference:.0e}", difference < TOLERANCE)
+        for name, difference in harness.compare(
+            harness.results(out), self.expected(names)
+        ).items():
+            row(
+                part,
+                f"{what}: {name}",
+                f"differs by {difference:.0e}",
+                difference < TOLERANCE,
+            )
 
 
 # Launchers
@@ -72,8 +83,15 @@ class Session:
 def start_on_hosts(hosts, out, *arguments, num_devices=4):
     """The program, once on each host."""
     places = [harness.joined(i, 2, f"{network.ADDRESSES[0]}:9876") for i in range(2)]
-    commands = [hosts.command(i, sys.executable, harness.PROGRAM, out, *arguments) for i in range(2)]
-    return harness.start(commands, [harness.environment(num_devices=num_devices, **x) for x in places], out)
+    commands = [
+        hosts.command(i, sys.executable, harness.PROGRAM, out, *arguments)
+        for i in range(2)
+    ]
+    return harness.start(
+        commands,
+        [harness.environment(num_devices=num_devices, **x) for x in places],
+        out,
+    )
 
 
 def namespaces(session):
@@ -81,21 +99,38 @@ def namespaces(session):
         return row("namespaces", "two hosts", reason, False)
     out, every = session.directory(), list(program.MESHES)
     with network.TwoHosts(out) as hosts:
-        session.check_equal("namespaces", "two hosts", start_on_hosts(hosts, out, "equal", *every), out, every)
+        session.check_equal(
+            "namespaces",
+            "two hosts",
+            start_on_hosts(hosts, out, "equal", *every),
+            out,
+            every,
+        )
         for host in range(2):
             out = session.directory()
             hosts.write_hosts_files(wrong=host)
             processes = start_on_hosts(hosts, out, "equal", *SOME)
             codes, took = processes.leave(60)
             name = hosts.names[host]
-            message = rf"host {name}, pid \d+\): the name of this host resolves to 127.0.1.1"
+            message = (
+                rf"host {name}, pid \d+\): the name of this host resolves to 127.0.1.1"
+            )
             said = all(re.search(message, processes.text(i)) for i in range(2))
-            outcome = f"codes {codes}, {max(took.values(), default=0):.0f} s from start, both told: {said}"
-            row("namespaces", f"127.0.1.1 {name} in its hosts file", outcome, codes == [1, 1] and said)
+            outcome = (
+                f"codes {codes}, {max(took.values(), default=0):.0f} s from start, "
+                f"both told: {said}"
+            )
+            row(
+                "namespaces",
+                f"127.0.1.1 {name} in its hosts file",
+                outcome,
+                codes == [1, 1] and said,
+            )
 
 
 def train_line(text):
-    """Return the line that `train.py` prints at its end, without the number of processes."""
+    """Return the line that `train.py` prints at its end, without the number of
+    processes."""
     found = re.search(r"(\d+) processes, (\d+ devices: .*)", text)
     return (int(found[1]), found[2]) if found else (0, "nothing")
 
@@ -104,7 +139,9 @@ def output(command, num_devices=2, **more):
     """The exit code of a command, and what it printed."""
     env = harness.environment(num_devices=num_devices, **more)
     pipe, into = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(command, env=env, text=True, timeout=300, check=False, stdout=pipe, stderr=into)
+    done = subprocess.run(
+        command, env=env, text=True, timeout=300, check=False, stdout=pipe, stderr=into
+    )
     return done.returncode, done.stdout
 
 
@@ -113,7 +150,12 @@ def check_train(session, part, what, code, text):
         _, alone = output([sys.executable, TRAIN, *ARGUMENTS], num_devices=4)
         session._expected["train"] = (2, train_line(alone)[1])
     ok = code == 0 and train_line(text) == session._expected["train"]
-    row(part, what, "same numbers as one process" if ok else f"{code}: {text[-2000:]}", ok)
+    row(
+        part,
+        what,
+        "same numbers as one process" if ok else f"{code}: {text[-2000:]}",
+        ok,
+    )
 
 
 def nodes(session):
@@ -129,8 +171,17 @@ def nodes(session):
             lines.append(f'{address}) shift; exec {words} "$*" ;;')
         ssh.write_text("\n".join([*lines, "esac", ""]))
         ssh.chmod(0o755)
-        command = [TRAIN.with_name("nodes.sh"), *network.ADDRESSES, "--", sys.executable, TRAIN, *ARGUMENTS]
-        check_train(session, "nodes.sh", "train.py on two hosts", *output(command, SSH=ssh))
+        command = [
+            TRAIN.with_name("nodes.sh"),
+            *network.ADDRESSES,
+            "--",
+            sys.executable,
+            TRAIN,
+            *ARGUMENTS,
+        ]
+        check_train(
+            session, "nodes.sh", "train.py on two hosts", *output(command, SSH=ssh)
+        )
 
 
 def slurm(session):
@@ -141,20 +192,37 @@ def slurm(session):
         version = slurm.run("srun", "--version").stdout.strip()
         for options in (["-N2", "-n2"], ["-N1", "-n2"]):
             out = session.directory()
-            command = hosts.command(0, "srun", *options, sys.executable, harness.PROGRAM, out, "equal", *SOME)
+            program = (sys.executable, harness.PROGRAM, out, "equal", *SOME)
+            command = hosts.command(0, "srun", *options, *program)
             env = {**harness.environment(num_devices=4), **slurm.environment}
             processes = harness.start([command], [env], out)
-            session.check_equal("slurm", f"srun {' '.join(options)} ({version})", processes, out, SOME)
+            session.check_equal(
+                "slurm", f"srun {' '.join(options)} ({version})", processes, out, SOME
+            )
         log = session.directory() / "log"
-        env = {**harness.environment(num_devices=2), "PYTHON": sys.executable, "SCRIPT": str(TRAIN)}
+        env = {
+            **harness.environment(num_devices=2),
+            "PYTHON": sys.executable,
+            "SCRIPT": str(TRAIN),
+        }
         script = TRAIN.with_name("slurm.sh")
-        done = slurm.run("sbatch", "--wait", f"--output={log}", script, *ARGUMENTS, env=env)
+        done = slurm.run(
+            "sbatch", "--wait", f"--output={log}", script, *ARGUMENTS, env=env
+        )
         text = log.read_text() if log.exists() else done.stderr
-        check_train(session, "slurm", "sbatch slurm.sh, one task per node", done.returncode, text)
+        check_train(
+            session,
+            "slurm",
+            "sbatch slurm.sh, one task per node",
+            done.returncode,
+            text,
+        )
         script = session.directory() / "batch.sh"
         script.write_text(f"#!/bin/bash\nexec {sys.executable} {TRAIN}\n")
         log = script.with_name("log")
-        done = slurm.run("sbatch", "--wait", "-N2", "-n2", f"--output={log}", script, env=env)
+        done = slurm.run(
+            "sbatch", "--wait", "-N2", "-n2", f"--output={log}", script, env=env
+        )
         said = "not started by srun" in log.read_text()
         outcome = f"code {done.returncode}, told so: {said}"
         row("slurm", "sbatch without srun", outcome, bool(done.returncode) and said)
@@ -169,11 +237,25 @@ def xmanager(session):
     if not home.exists():
         for command in (
             [uv, "venv", "-q", "--python", sys.executable, home],
-            [uv, "pip", "install", "-q", "--python", home / "bin/python", "xmanager==0.8.5"],
+            [
+                uv,
+                "pip",
+                "install",
+                "-q",
+                "--python",
+                home / "bin/python",
+                "xmanager==0.8.5",
+            ],
         ):
             subprocess.run(command, check=True, timeout=600)
     arguments = [f"--python={sys.executable}", f"--arguments={' '.join(ARGUMENTS)}"]
-    command = [home / "bin/xmanager", "launch", TRAIN.with_name("xmanager_local.py"), "--", *arguments]
+    command = [
+        home / "bin/xmanager",
+        "launch",
+        TRAIN.with_name("xmanager_local.py"),
+        "--",
+        *arguments,
+    ]
     check_train(session, "xmanager", "local executor", *output(command, HOME=out))
 
 
@@ -190,8 +272,8 @@ UNREACHED = "is lost|JAX distributed service detected fatal errors"
 class Fault:
     """A fault, and its expected effect.
 
-    - `fault`, `process`: the kind and the place; the program causes it, or else `signal` is sent to the
-        process, or the link between two hosts goes down.
+    - `fault`, `process`: the kind and the place; the program causes it, or else
+        `signal` is sent to the process, or the link between two hosts goes down.
     - `message`: text in the log of each process that can still write.
     - `codes`: the possible exit codes.
     - `at_most`: the seconds within which all processes have left.
@@ -212,7 +294,9 @@ FAULTS = (
     Fault("learning rate", 1, "what optimizer computes is", at_most=15),
     Fault("model key", 1, "init_model: key is", at_most=15),
     Fault("key", 1, "the key of the state is", at_most=15),
-    Fault("weights", 1, "init_model: the checksum of make_model's program is", at_most=15),
+    Fault(
+        "weights", 1, "init_model: the checksum of make_model's program is", at_most=15
+    ),
     Fault("loss", 1, "what loss_fn computes is", at_most=15),
     Fault("examples", 1, r"train_examples\[0\] is", at_most=15),
     Fault("order", 1, r"train_examples\[3\] is", at_most=15),
@@ -220,13 +304,24 @@ FAULTS = (
     Fault("steps", 1, "num_steps=79", at_most=15),
     Fault("drift", 1, rf"{program.LAST_BIAS} should be the same", at_most=15),
     Fault("directory", 1, "is not the directory that process 0 writes to", at_most=17),
-    Fault("shape", 1, r"mask is float32\[rows, 5\], but was float32\[rows, 4\] in batch"),
+    Fault(
+        "shape", 1, r"mask is float32\[rows, 5\], but was float32\[rows, 4\] in batch"
+    ),
     Fault("stuck", 1, "no step has finished for 5 s", at_most=15),
     Fault("random rows", 1, r"the rows of weight have the checksum", at_most=15),
-    Fault("exit", 1, r"waits in fit .* for process 1 .* has ended \(SystemExit: 1\)", at_most=20),
-    Fault("evaluates", 1, r"but evaluate on process 1 .* first is at fit \(", at_most=15),
+    Fault(
+        "exit",
+        1,
+        r"waits in fit .* for process 1 .* has ended \(SystemExit: 1\)",
+        at_most=20,
+    ),
+    Fault(
+        "evaluates", 1, r"but evaluate on process 1 .* first is at fit \(", at_most=15
+    ),
     Fault("evaluates", 0, "evaluate has been reached on process 0", at_most=15),
-    Fault("ends", 1, r"waits in evaluate .* for process 1 .*, which has ended", at_most=40),
+    Fault(
+        "ends", 1, r"waits in evaluate .* for process 1 .*, which has ended", at_most=40
+    ),
     Fault("forks", 1, "process 1 .* is lost", ((1,), KILLED)),
     Fault("kill -9", 1, "is lost", ((1,), KILLED), signal=signal.SIGKILL),
     Fault("kill -9", 0, "is lost", (KILLED, ABORTED), signal=signal.SIGKILL),
@@ -238,7 +333,8 @@ FAULTS = (
 
 
 def faults(session):
-    """Times are from the moment of the fault until the last process has left; then all start again."""
+    """Times are from the moment of the fault until the last process has left; then all
+    start again."""
     chosen = os.environ.get("FAULT", "")
     out = session.directory()
     processes = harness.start_loopback(out, "finish", 0, num_devices=2)
@@ -255,7 +351,9 @@ def faults(session):
     out = session.directory()
     place = harness.joined(1, 2, f"127.0.0.1:{harness.free_port()}")
     env = harness.environment(num_devices=2, **place, REDCO_TIMEOUT="5")
-    processes = harness.start([[sys.executable, harness.PROGRAM, out, "equal"]], [env], out)
+    processes = harness.start(
+        [[sys.executable, harness.PROGRAM, out, "equal"]], [env], out
+    )
     codes, took = processes.leave(60)
     named = "has no answer from process 0 at 127.0.0.1" in processes.text()
     outcome = f"{took.get(0, 99):.0f} s from start, codes {codes}, named: {named}"
@@ -271,11 +369,15 @@ def run_fault(session, fault, whole):
             if reason := network.missing():
                 return row("faults", what, reason, False)
             hosts = stack.enter_context(network.TwoHosts(out))
-            processes = start_on_hosts(hosts, out, "none", "1", checkpoints, num_devices=2)
+            processes = start_on_hosts(
+                hosts, out, "none", "1", checkpoints, num_devices=2
+            )
             processes.wait_for([out / f"ready.{i}" for i in range(2)], 150)
             hosts.set_link(False)
         else:
-            processes = harness.start_loopback(out, fault.fault, fault.process, checkpoints, num_devices=2)
+            processes = harness.start_loopback(
+                out, fault.fault, fault.process, checkpoints, num_devices=2
+            )
             if fault.signal is None:
                 processes.wait_for_trouble(out / f"ready.{fault.process}", 150)
             else:
@@ -283,15 +385,23 @@ def run_fault(session, fault, whole):
                 processes.signal(fault.process, fault.signal)
         frozen = [i for i, allowed in enumerate(fault.codes) if allowed is FROZEN]
         codes, took = processes.leave(max(60, 2 * fault.at_most), besides=frozen)
-    fits = all(allowed is FROZEN or code in allowed for code, allowed in zip(codes, fault.codes))
-    speaking = [i for i, allowed in enumerate(fault.codes) if allowed not in (FROZEN, KILLED)]
+    fits = all(
+        allowed is FROZEN or code in allowed
+        for code, allowed in zip(codes, fault.codes)
+    )
+    speaking = [
+        i for i, allowed in enumerate(fault.codes) if allowed not in (FROZEN, KILLED)
+    ]
     named = all(re.search(fault.message, processes.text(i)) for i in speaking)
     seconds = max(took.values(), default=float("inf"))
     again = session.directory()
     restart = harness.start_loopback(again, "finish", 0, checkpoints, num_devices=2)
     restarted, _ = restart.leave(200)
     resumed = restarted == [0, 0] and harness.results(again) == whole
-    outcome = f"{seconds:.1f} s (at most {fault.at_most}), codes {codes}, named: {named}, resumed: {resumed}"
+    outcome = (
+        f"{seconds:.1f} s (at most {fault.at_most}), codes {codes}, named: {named}, "
+        f"resumed: {resumed}"
+    )
     ok = fits and named and seconds <= fault.at_most and resumed
     row("faults", what, outcome, ok)
     if not ok:
@@ -317,7 +427,14 @@ def main():
     print(f"\n{'part':<12} {'what':<58} outcome")
     for part, what, outcome, ok in rows:
         print(f"{part:<12} {what:<58} {'' if ok else 'FAILED: '}{outcome[:120]}")
-    print(json.dumps({"passed": sum(ok for *_, ok in rows), "failed": sum(not ok for *_, ok in rows)}))
+    print(
+        json.dumps(
+            {
+                "passed": sum(ok for *_, ok in rows),
+                "failed": sum(not ok for *_, ok in rows),
+            }
+        )
+    )
     sys.exit(not all(ok for *_, ok in rows))
 
 

@@ -1,4 +1,5 @@
-"""Compiled programs are kept by their text: nothing is compiled twice, and nothing that is read is stale."""
+"""Compiled programs are kept by their text: nothing is compiled twice, and nothing that
+is read is stale."""
 
 import contextvars
 import functools
@@ -13,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_same, collate, compilations, errors_of, fit, linear_state, make_examples
+from fit_helpers import (
+    assert_same,
+    collate,
+    compilations,
+    errors_of,
+    fit,
+    linear_state,
+    make_examples,
+)
 
 import redco_eqx as rx
 from redco_eqx._step import kept as programs
@@ -29,11 +38,15 @@ def _nothing_kept_before() -> None:
 def train(loss_fn: Any, optimizer: Any = None, **arguments: Any) -> Any:
     optimizer = optimizer or optax.sgd(0.05)
     state = linear_state(optimizer)
-    return fit(state, EXAMPLES, loss_fn=loss_fn, optimizer=optimizer, num_steps=3, **arguments)
+    return fit(
+        state, EXAMPLES, loss_fn=loss_fn, optimizer=optimizer, num_steps=3, **arguments
+    )
 
 
 def evaluate(state: Any, loss_fn: Any) -> Any:
-    return rx.evaluate(state, EXAMPLES[:4], collate_fn=collate, loss_fn=loss_fn, batch_size=4)["loss"]
+    return rx.evaluate(
+        state, EXAMPLES[:4], collate_fn=collate, loss_fn=loss_fn, batch_size=4
+    )["loss"]
 
 
 def make_loss(target: Any = 0.0) -> Any:
@@ -48,7 +61,9 @@ def test_a_second_run_compiles_nothing() -> None:
 
     def run() -> Any:
         loss_fn = make_loss(jnp.ones(()))
-        evaluation = rx.Evaluation(EXAMPLES, predict_fn=lambda model, batch, key: batch["x"], every_steps=2)
+        evaluation = rx.Evaluation(
+            EXAMPLES, predict_fn=lambda model, batch, key: batch["x"], every_steps=2
+        )
         state = train(loss_fn, evaluation=evaluation, num_microbatches=2, donate=False)
         return state, evaluate(state, loss_fn)
 
@@ -61,10 +76,16 @@ def test_a_second_run_compiles_nothing() -> None:
 
 
 def test_another_run_is_another_program() -> None:
-    """The reference is the same run with nothing kept; it ends elsewhere than the first one."""
+    """The reference is the same run with nothing kept; it ends elsewhere than the first
+    one."""
     arguments: Any = {"loss_fn": make_loss(), "optimizer": optax.sgd(0.05)}
     first = train(**arguments)
-    new: Any = {"optimizer": optax.sgd(0.06), "num_microbatches": 2, "batch_size": 2, "loss_fn": make_loss(1.0)}
+    new: Any = {
+        "optimizer": optax.sgd(0.06),
+        "num_microbatches": 2,
+        "batch_size": 2,
+        "loss_fn": make_loss(1.0),
+    }
     for changed in ({name: x} for name, x in new.items()):
         with compilations() as compiled:
             found = train(**{**arguments, **changed})
@@ -83,7 +104,9 @@ def test_a_run_traces_its_functions_once() -> None:
         traced[name] += 1
         return make_loss()(*arguments)
 
-    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=1, loss_fn=functools.partial(counted, "evaluation"))
+    evaluation = rx.Evaluation(
+        EXAMPLES[:8], every_steps=1, loss_fn=functools.partial(counted, "evaluation")
+    )
     train(functools.partial(counted, "loss"), evaluation=evaluation)
     assert traced == {"loss": 1, "evaluation": 2}
 
@@ -95,7 +118,10 @@ def test_functions_are_not_kept_alive() -> None:
         optimizer = optax.sgd(optax.constant_schedule(0.01))
         state = train(loss_fn, optimizer, evaluation=rx.Evaluation(EXAMPLES))
         evaluate(state, loss_fn)
-        return [weakref.ref(x) for x in (target, loss_fn, optimizer.update, state.params["weight"])]
+        return [
+            weakref.ref(x)
+            for x in (target, loss_fn, optimizer.update, state.params["weight"])
+        ]
 
     refs = run()
     jax.clear_caches()  # JAX 0.11 and 0.12 keep arrays that a nested `jit` captured
@@ -128,8 +154,14 @@ def by_method(patch: pytest.MonkeyPatch, value: float) -> None:
 
 
 WAYS: dict[str, Any] = {
-    "global": (lambda x: x + TARGET, lambda patch, value: patch.setitem(globals(), "TARGET", value)),
-    "context variable": (lambda x: x + SETTING.get(), lambda patch, value: SETTING.set(value)),
+    "global": (
+        lambda x: x + TARGET,
+        lambda patch, value: patch.setitem(globals(), "TARGET", value),
+    ),
+    "context variable": (
+        lambda x: x + SETTING.get(),
+        lambda patch, value: SETTING.set(value),
+    ),
     "environment": (
         lambda x: x + float(os.environ.get("A_TARGET", 0)),
         lambda patch, value: patch.setenv("A_TARGET", str(value)),
@@ -140,10 +172,17 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["loss", "field", "static"])
-def test_nothing_that_is_read_is_stale(way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_is_read_is_stale(
+    way: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, change = WAYS[way]
-    reads = {name: read if name == place else lambda x: x for name in ("loss", "field", "static")}
-    state = rx.init_state(Reading(jnp.ones(2), reads["field"], reads["static"]), key=jax.random.key(0))
+    reads = {
+        name: read if name == place else lambda x: x
+        for name in ("loss", "field", "static")
+    }
+    state = rx.init_state(
+        Reading(jnp.ones(2), reads["field"], reads["static"]), key=jax.random.key(0)
+    )
     values = []
     for target in (0, 0, 5):
         change(monkeypatch, target)
@@ -153,7 +192,9 @@ def test_nothing_that_is_read_is_stale(way: str, place: str, monkeypatch: pytest
                     state,
                     np.ones((2, 2), np.float32),
                     collate_fn=np.stack,
-                    loss_fn=lambda model, batch, key: reads["loss"](jax.vmap(model)(batch)).mean(),
+                    loss_fn=lambda model, batch, key: reads["loss"](
+                        jax.vmap(model)(batch)
+                    ).mean(),
                     batch_size=2,
                 )["loss"]
             )
@@ -165,12 +206,18 @@ def test_functions_of_python_in_a_program_are_never_stale() -> None:
 
     def loss_by(scale: float) -> Any:
         def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-            return jax.pure_callback(lambda: np.float32(scale), jax.ShapeDtypeStruct((), jnp.float32))
+            return jax.pure_callback(
+                lambda: np.float32(scale), jax.ShapeDtypeStruct((), jnp.float32)
+            )
 
         return loss_fn
 
     state = linear_state()
-    assert [evaluate(state, loss_by(scale)) for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
+    assert [evaluate(state, loss_by(scale)) for scale in (1.0, 2.0, 1.0)] == [
+        1.0,
+        2.0,
+        1.0,
+    ]
 
 
 def test_programs_of_other_arguments_are_told_apart() -> None:
@@ -184,7 +231,9 @@ def test_programs_of_other_arguments_are_told_apart() -> None:
     model = {"bias": jnp.full(2, 3.0), "weight": jnp.full(2, 2.0)}
     for name, values in model.items():
         init: Any = lambda params, name=name: params[name] * 2  # noqa: E731
-        state = rx.init_state(model, optax.GradientTransformation(init, optax.sgd(1.0).update), key=KEY)
+        state = rx.init_state(
+            model, optax.GradientTransformation(init, optax.sgd(1.0).update), key=KEY
+        )
         np.testing.assert_array_equal(state.opt_state, 2 * values)
 
 
@@ -207,7 +256,9 @@ def test_results_with_other_static_values_are_told_apart() -> None:
 
     def tag_of(tag: Any) -> Any:
         predict_fn = lambda model, batch, key: Tagged(batch["x"], tag)  # noqa: E731
-        return rx.predict(state, EXAMPLES[:1], collate_fn=collate, predict_fn=predict_fn, batch_size=1)[0].tag
+        return rx.predict(
+            state, EXAMPLES[:1], collate_fn=collate, predict_fn=predict_fn, batch_size=1
+        )[0].tag
 
     state = linear_state()
     assert [repr(tag_of(tag)) for tag in (1, True, 1.0)] == ["1", "True", "1.0"]

@@ -1,4 +1,4 @@
-"""`activation_axes`: a kernel of one's own runs on the rows and heads of each device."""
+"""`activation_axes`: one's own kernel runs on the rows and heads of each device."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SHAPE = (8, 5, 4, 3)  # rows, length, heads, size
 
 
 def kernel(q: Any, k: Any, v: Any) -> Any:
-    """Attention of the rows and heads that it gets. It must not see those of other devices."""
+    """Attention of the rows and heads that it gets, and of no others."""
     scores = jnp.einsum("bthd,bshd->bhts", q, k)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
 
@@ -28,14 +28,21 @@ def attention(q: Any, k: Any, v: Any, seen: list[Any]) -> Any:
     if axes is None:
         return kernel(q, k, v)
     spec = PartitionSpec(axes.rows, None, axes.heads)
-    split = jax.shard_map(kernel, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec)
+    split = jax.shard_map(
+        kernel, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )
     return split(q, k, v)
 
 
-@pytest.mark.parametrize("name", ["one", "2x2x2", "data2xtensor4", *in_long("data8", "fsdp8")])
+@pytest.mark.parametrize(
+    "name", ["one", "2x2x2", "data2xtensor4", *in_long("data8", "fsdp8")]
+)
 def test_a_kernel_on_each_device_gives_what_it_gives_on_the_whole(name: str) -> None:
     mesh = mesh_of(name)
-    whole = [np.asarray(jax.random.normal(key, SHAPE)) for key in jax.random.split(jax.random.key(0), 3)]
+    whole = [
+        np.asarray(jax.random.normal(key, SHAPE))
+        for key in jax.random.split(jax.random.key(0), 3)
+    ]
     seen: list[Any] = []
     placed = jax.device_put(whole, rx.batch_sharding(mesh))
     found = jax.jit(lambda q, k, v: attention(q, k, v, seen))(*placed)
@@ -60,7 +67,9 @@ def test_the_first_array_that_is_on_a_mesh_decides_also_in_a_layer() -> None:
     layer = eqx.nn.Linear(4, 4, key=jax.random.key(0))
     placed = eqx.filter_shard(layer, NamedSharding(mesh, PartitionSpec()))
     seen = []
-    run = eqx.filter_jit(lambda *trees: seen.append(activation_axes(*trees, num_rows=8)))
+    run = eqx.filter_jit(
+        lambda *trees: seen.append(activation_axes(*trees, num_rows=8))
+    )
     run(jnp.ones(3), layer)
     run(jnp.ones(3), placed)
     assert seen[0] is None
@@ -77,5 +86,7 @@ def test_inside_a_shard_map_there_is_nothing_to_split() -> None:
         return x
 
     spec = PartitionSpec(("data", "fsdp"))
-    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones((8, 2)))
+    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(
+        jnp.ones((8, 2))
+    )
     assert seen == [None]

@@ -1,4 +1,5 @@
-"""The building blocks one by one: what they give. That a result is right shows nothing about a layout."""
+"""The building blocks one by one: what they give. That a result is right shows nothing
+about a layout."""
 
 import functools
 from typing import Any
@@ -18,7 +19,9 @@ SPLIT = {"sequence_parallel": True}
 
 
 def stream() -> Any:
-    return jnp.asarray(np.random.default_rng(9).normal(size=(BATCH, LENGTH, SIZE)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(9).normal(size=(BATCH, LENGTH, SIZE)), jnp.float32
+    )
 
 
 class Kernel(eqx.Module):
@@ -58,7 +61,9 @@ def test_any_layer_gives_what_it_gives_alone():
 
     layers = {
         "kernel": Kernel(normal(SIZE, SIZE), normal(SIZE)),
-        "lora": LoRA(Kernel(normal(SIZE, SIZE), normal(SIZE)), normal(SIZE, 4), normal(4, SIZE)),
+        "lora": LoRA(
+            Kernel(normal(SIZE, SIZE), normal(SIZE)), normal(SIZE, 4), normal(4, SIZE)
+        ),
         "scaled": Scaled(normal(SIZE, SIZE), normal(SIZE)),
         "indivisible": Kernel(normal(SIZE, SIZE - 2), normal(SIZE - 2)),
         "function": jnp.sin,
@@ -80,25 +85,40 @@ def test_any_layer_gives_what_it_gives_alone():
         }
 
     x = jax.device_put(stream(), rx.batch_sharding(mesh))
-    for case, found in all_ways(jax.device_put(arrays, NamedSharding(mesh, PartitionSpec())), x).items():
+    for case, found in all_ways(
+        jax.device_put(arrays, NamedSharding(mesh, PartitionSpec())), x
+    ).items():
         expected = layers[case.partition(",")[0]](np.asarray(stream()))
         for got in found:
-            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4, err_msg=case)
+            np.testing.assert_allclose(
+                got, expected, rtol=1e-4, atol=1e-4, err_msg=case
+            )
 
 
 def test_heads_that_do_not_divide_stay_whole():
-    mesh, layer = mesh_of("data2xtensor4"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
+    mesh, layer = (
+        mesh_of("data2xtensor4"),
+        eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0)),
+    )
     placed = jax.device_put((stream(), layer), NamedSharding(mesh, PartitionSpec()))
     for unit, is_split in ((16, True), (32, False)):  # 4 heads, or 2
-        (y,) = jax.jit(lambda x, layer, unit=unit: rx.layers.column(x, layer, unit=unit))(*placed)
+        (y,) = jax.jit(
+            lambda x, layer, unit=unit: rx.layers.column(x, layer, unit=unit)
+        )(*placed)
         assert (y.sharding.shard_shape(y.shape)[-1] < SIZE) == is_split, unit
 
 
 def test_what_differs_between_layers_and_what_they_carry_go_along():
-    """The result is that of a loop written by hand; only the carry has its leading dim."""
+    """The result is that of a loop written by hand; only the carry has its leading
+    dim."""
     rng = np.random.default_rng(0)
-    weights, biases = rng.normal(size=(3, 4, 4)).astype(np.float32), np.ones((3, 4), np.float32)
-    shifts, x, sums = (a.astype(np.float32) for a in (np.arange(3), np.ones((8, 4)), np.zeros((5, 8))))
+    weights, biases = (
+        rng.normal(size=(3, 4, 4)).astype(np.float32),
+        np.ones((3, 4), np.float32),
+    )
+    shifts, x, sums = (
+        a.astype(np.float32) for a in (np.arange(3), np.ones((8, 4)), np.zeros((5, 8)))
+    )
     stack = {"w": weights, "b": biases, "shift": shifts}
     layers = [jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), stack) for i in range(3)]
 
@@ -116,7 +136,9 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
     @jax.jit
     def all_ways(stack: Any, x: Any, sums: Any) -> Any:
         def one_example(x: Any) -> Any:
-            return rx.layers.scan_layers(apply, stack, (x[None], sums[:, :1]), batched=(False, None))[0][0]
+            return rx.layers.scan_layers(
+                apply, stack, (x[None], sums[:, :1]), batched=(False, None)
+            )[0][0]
 
         run = functools.partial(rx.layers.scan_layers, apply, batched=(True, None))
         scanned, listed = (run(given, (x, sums)) for given in (stack, layers))
@@ -124,11 +146,16 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
 
     for found in all_ways(jax.tree.map(jnp.asarray, stack), x, sums):
         for one, other in zip(found, (expected, expected_sums), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)  # float32; sums in another order
+            # Float32; sums in another order.
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_bad_input_is_refused_by_name():
-    x, mesh, layer = stream(), mesh_of("tensor8"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
+    x, mesh, layer = (
+        stream(),
+        mesh_of("tensor8"),
+        eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0)),
+    )
     placed = jax.device_put(x[:, :12], rx.batch_sharding(mesh))
     there = jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
     stack = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
@@ -136,14 +163,28 @@ def test_bad_input_is_refused_by_name():
     cases: list[tuple[Any, str]] = [
         # By `scan_layers`, whose annotation is checked before it here.
         (lambda: check_remat("half"), r"remat='half'.*'none', 'full', 'row_out'"),
-        (lambda: blocks.scan_layers(max, stack, x), "layers.b has 3 layers, but layers.w has 2"),
+        (
+            lambda: blocks.scan_layers(max, stack, x),
+            "layers.b has 3 layers, but layers.w has 2",
+        ),
         (lambda: blocks.scan_layers(max, [], x), "layers has no layers"),
-        (lambda: blocks.scan_layers(max, [there], placed, **SPLIT), r"dim 1.*tensor=8.*\(8, 12, 64\)"),
-        (lambda: blocks.column(placed, there, **SPLIT), r"column: sequence_parallel.*\(8, 12, 64\)"),
-        (lambda: blocks.row(placed, there, **SPLIT), r"row: sequence_parallel.*\(8, 12, 64\)"),
+        (
+            lambda: blocks.scan_layers(max, [there], placed, **SPLIT),
+            r"dim 1.*tensor=8.*\(8, 12, 64\)",
+        ),
+        (
+            lambda: blocks.column(placed, there, **SPLIT),
+            r"column: sequence_parallel.*\(8, 12, 64\)",
+        ),
+        (
+            lambda: blocks.row(placed, there, **SPLIT),
+            r"row: sequence_parallel.*\(8, 12, 64\)",
+        ),
         (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
         (
-            lambda: blocks.cross_entropy(x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3),
+            lambda: blocks.cross_entropy(
+                x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3
+            ),
             "num_chunks=3 does not divide the length, 16",
         ),
     ]

@@ -1,6 +1,8 @@
-"""Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy.
+"""Both ends of a language model over a split vocabulary: the lookup, and the
+cross-entropy.
 
-Ids and labels outside of the vocabulary, and tokens that do not count, are the same on every mesh.
+Ids and labels outside of the vocabulary, and tokens that do not count, are the same on
+every mesh.
 """
 
 from collections import Counter
@@ -19,7 +21,10 @@ from redco_eqx._compiled.communication import communication
 
 ROWS, SIZE, BATCH, LENGTH = 64, 16, 8, 8
 RNG = np.random.default_rng(0)
-TABLE, BACK = (RNG.normal(size=shape).astype(np.float32) for shape in ((ROWS, SIZE), (BATCH, LENGTH, SIZE)))
+TABLE, BACK = (
+    RNG.normal(size=shape).astype(np.float32)
+    for shape in ((ROWS, SIZE), (BATCH, LENGTH, SIZE))
+)
 HIDDEN = RNG.normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
 TOKENS = RNG.integers(0, ROWS, (BATCH, LENGTH)).astype(np.int32)
 
@@ -28,10 +33,15 @@ def on(name: str, table: Any, *rows: Any) -> Any:
     mesh = mesh_of(name)
     is_even = len(table) % mesh.shape["tensor"] == 0
     cut = NamedSharding(mesh, PartitionSpec("tensor" if is_even else None, "fsdp"))
-    return (jax.device_put(table, cut), *(jax.device_put(x, rx.batch_sharding(mesh)) for x in rows))
+    return (
+        jax.device_put(table, cut),
+        *(jax.device_put(x, rx.batch_sharding(mesh)) for x in rows),
+    )
 
 
-@pytest.mark.parametrize(("name", "parallel"), [("fsdp8", False), ("2x2x2", False), ("data2xtensor4", True)])
+@pytest.mark.parametrize(
+    ("name", "parallel"), [("fsdp8", False), ("2x2x2", False), ("data2xtensor4", True)]
+)
 def test_a_lookup_is_that_of_take(name: str, parallel: bool) -> None:
     ids = TOKENS.copy()
     ids[0, :6] = ROWS, -1, -ROWS, -ROWS - 1, 1000, -(2**31)
@@ -40,9 +50,13 @@ def test_a_lookup_is_that_of_take(name: str, parallel: bool) -> None:
         found = rx.layers.embed(table, ids, sequence_parallel=parallel)
         return jnp.nansum(found * BACK), found
 
-    (total, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*on(name, TABLE, ids))
+    (total, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        *on(name, TABLE, ids)
+    )
     is_inside = (ids >= -ROWS) & (ids < ROWS)
-    expected = np.where(is_inside[..., None], TABLE[np.where(is_inside, ids, 0)], np.nan)
+    expected = np.where(
+        is_inside[..., None], TABLE[np.where(is_inside, ids, 0)], np.nan
+    )
     by_hand = np.zeros_like(TABLE)
     np.add.at(by_hand, ids[is_inside], BACK[is_inside])
     np.testing.assert_array_equal(found, expected)
@@ -51,7 +65,8 @@ def test_a_lookup_is_that_of_take(name: str, parallel: bool) -> None:
 
 
 def by_hand(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
-    """In float64, of the tokens that count alone: the sum, and its gradients by hidden states and table."""
+    """In float64, of the tokens that count alone: the sum, and its gradients by hidden
+    states and table."""
     hidden, table = hidden.astype(np.float64), table.astype(np.float64)
     by_hidden, by_table, total = np.zeros_like(hidden), np.zeros_like(table), 0.0
     for place in zip(*np.nonzero(weights * (labels != -100))):
@@ -72,7 +87,8 @@ def by_hand(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
         ("fsdp8", 1, False, ROWS),
         ("2x2x2", 2, False, ROWS),
         ("2x2x2", 1, True, ROWS),
-        ("data2xtensor4", 2, True, ROWS - 2),  # a table that does not divide over `tensor` is whole
+        # A table that does not divide over `tensor` is whole.
+        ("data2xtensor4", 2, True, ROWS - 2),
     ],
 )
 def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are_nan(
@@ -81,14 +97,21 @@ def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are
     """The logits of a finite hidden state overflow too."""
     hidden, labels, whole = HIDDEN.copy(), TOKENS % num_rows, TABLE[:num_rows]
     weights = np.random.default_rng(1).uniform(0.5, 2, labels.shape).astype(np.float32)
-    hidden[0, 0, 3], hidden[1, 1], hidden[2, 2, 0], hidden[3, 3] = np.nan, np.inf, -np.inf, 3e38
+    hidden[0, 0, 3], hidden[1, 1], hidden[2, 2, 0], hidden[3, 3] = (
+        np.nan,
+        np.inf,
+        -np.inf,
+        3e38,
+    )
     labels[0, 0], labels[4, 4], labels[5, 5] = -100, ROWS, -7
     for place in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)):
         weights[place] = 0
 
     def loss(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
         options = {"num_chunks": num_chunks, "sequence_parallel": parallel}
-        mean = rx.layers.cross_entropy(hidden, table, labels, weights=weights, **options)
+        mean = rx.layers.cross_entropy(
+            hidden, table, labels, weights=weights, **options
+        )
         return mean.total, mean.weight
 
     table, *rows = on(name, whole, hidden, labels, weights)
@@ -107,7 +130,9 @@ def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are
     for wrong in (ROWS, 1000, -7, -ROWS, -(2**31)):
         worse = labels.copy()
         worse[7, 7] = wrong
-        (total, _), _ = gradient(rows[0], table, jax.device_put(worse, rows[1].sharding), rows[2])
+        (total, _), _ = gradient(
+            rows[0], table, jax.device_put(worse, rows[1].sharding), rows[2]
+        )
         assert np.isnan(total), wrong
 
 
@@ -117,7 +142,11 @@ def test_in_64_bits_a_label_is_not_cut() -> None:
         labels[0, 0] = 2**32 + 5
         for name in ("one", "2x2x2"):
             given = on(name, TABLE, HIDDEN, labels)
-            loss = jax.jit(lambda table, *rest: rx.layers.cross_entropy(rest[0], table, rest[1]).total)
+            loss = jax.jit(
+                lambda table, *rest: (
+                    rx.layers.cross_entropy(rest[0], table, rest[1]).total
+                )
+            )
             assert np.isnan(loss(*given))
         found = jax.jit(rx.layers.embed)(given[0], given[2])[0, 0]
         assert np.isnan(found).all()
@@ -127,8 +156,11 @@ def test_in_64_bits_a_label_is_not_cut() -> None:
     ("name", "tied", "num_chunks", "parallel"),
     [("fsdp8", True, 4, False), ("2x2x2", False, 4, False), ("2x2x2", False, 1, True)],
 )
-def test_neither_the_batch_nor_the_logits_are_gathered(name, tied, num_chunks, parallel):
-    """Over fsdp each table is gathered once, and over tensor the stream if it is split."""
+def test_neither_the_batch_nor_the_logits_are_gathered(
+    name, tied, num_chunks, parallel
+):
+    """Over fsdp each table is gathered once, and over tensor the stream if it is
+    split."""
     mesh, rows = mesh_of(name), rx.batch_sharding(mesh_of(name))
 
     def loss(model: dict[str, Any], ids: Any, labels: Any) -> Any:
@@ -139,13 +171,17 @@ def test_neither_the_batch_nor_the_logits_are_gathered(name, tied, num_chunks, p
         return rx.layers.cross_entropy(hidden, head, labels, **options).value
 
     rng = np.random.default_rng(0)
-    model: dict[str, Any] = {"embedding": eqx.nn.Embedding(128, 64, key=jax.random.key(0))}
+    model: dict[str, Any] = {
+        "embedding": eqx.nn.Embedding(128, 64, key=jax.random.key(0))
+    }
     if not tied:
         model["head"] = eqx.nn.Linear(64, 128, key=jax.random.key(0))
     shardings = rx.shard_rules(model, mesh)
     ids, labels = rng.integers(0, 128, (2, 8, 16)).astype(np.int32)
     placed = eqx.filter_shard(model, shardings), *jax.device_put((ids, labels), rows)
-    found = communication(jax.jit(jax.grad(loss), out_shardings=shardings).lower(*placed).compile(), mesh)
+    found = communication(
+        jax.jit(jax.grad(loss), out_shardings=shardings).lower(*placed).compile(), mesh
+    )
     assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
     gathered = Counter()
     for c in found:

@@ -1,4 +1,5 @@
-"""The kind of each array: by hand for the zoo; a stack has the kinds of one of its members."""
+"""The kind of each array: by hand for the zoo; a stack has the kinds of one of its
+members."""
 
 from typing import Any
 
@@ -16,7 +17,9 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", zoo.BY_NAME)
-def test_kinds_in_the_zoo_are_those_by_hand_and_a_stack_of_models_has_the_same(name: str) -> None:
+def test_kinds_in_the_zoo_are_those_by_hand_and_a_stack_of_models_has_the_same(
+    name: str,
+) -> None:
     make = zoo.BY_NAME[name].make
     assert rx.parameter_kinds(abstract(make)) == expected(abstract(make))
     ensemble = abstract(lambda key: zoo.stack(make, key))
@@ -45,7 +48,11 @@ class Gated(eqx.Module):
     tau: jax.Array
 
     def __init__(self, key: Any):
-        self.lin, self.mix, self.tau = eqx.nn.Linear(8, 8, key=key), jnp.ones((8, 8)), jnp.ones(8)
+        self.lin, self.mix, self.tau = (
+            eqx.nn.Linear(8, 8, key=key),
+            jnp.ones((8, 8)),
+            jnp.ones(8),
+        )
 
 
 LINEAR = {"weight": "matrix", "bias": "bias"}
@@ -61,14 +68,22 @@ LAYERS: dict[str, tuple[Any, dict[str, str]]] = {
     "layer norm of images": (lambda key: eqx.nn.LayerNorm((8, 4, 4)), NORM),
     "rms norm": (lambda key: eqx.nn.RMSNorm(8), NORM),
     "group norm": (lambda key: eqx.nn.GroupNorm(2, 8), NORM),
-    "batch norm": (lambda key: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="batch")[0], NORM),
+    "batch norm": (
+        lambda key: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="batch")[0],
+        NORM,
+    ),
     "weight norm": (
         lambda key: eqx.nn.WeightNorm(eqx.nn.Linear(8, 16, key=key)),
         {"layer.weight": "matrix", "layer.bias": "bias", "g": "norm"},
     ),
     "gru": (
         lambda key: eqx.nn.GRUCell(8, 16, key=key),
-        {"weight_ih": "matrix", "weight_hh": "matrix", "bias": "bias", "bias_n": "bias"},
+        {
+            "weight_ih": "matrix",
+            "weight_hh": "matrix",
+            "bias": "bias",
+            "bias_n": "bias",
+        },
     ),
     "lstm": (
         lambda key: eqx.nn.LSTMCell(8, 16, key=key),
@@ -76,11 +91,17 @@ LAYERS: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "attention": (
         lambda key: eqx.nn.MultiheadAttention(2, 8, use_query_bias=True, key=key),
-        {f"{name}_proj.weight": "matrix" for name in ("query", "key", "value", "output")}
+        {
+            f"{name}_proj.weight": "matrix"
+            for name in ("query", "key", "value", "output")
+        }
         | {"query_proj.bias": "bias"},
     ),
     "prelu": (lambda key: eqx.nn.PReLU(0.25), {"negative_slope": "other"}),
-    "raw arrays": (Scaled, {"up": "matrix", "down": "matrix", "scale": "norm", "b": "bias"}),
+    "raw arrays": (
+        Scaled,
+        {"up": "matrix", "down": "matrix", "scale": "norm", "b": "bias"},
+    ),
     "raw arrays beside a layer": (
         Gated,
         {"lin.weight": "matrix", "lin.bias": "bias", "mix": "matrix", "tau": "other"},
@@ -92,10 +113,13 @@ LAYERS: dict[str, tuple[Any, dict[str, str]]] = {
 def test_a_layer_and_stacks_of_it_have_the_same_kinds(name: str) -> None:
     make, kinds = LAYERS[name]
     assert rx.parameter_kinds(abstract(make)) == kinds
-    assert rx.parameter_kinds([abstract(make)]) == {f"0.{path}": kind for path, kind in kinds.items()}
+    assert rx.parameter_kinds([abstract(make)]) == {
+        f"0.{path}": kind for path, kind in kinds.items()
+    }
     one = abstract(lambda key: zoo.stack(make, key, 3))
     assert rx.parameter_kinds(one) == kinds
-    if name == "prelu":  # one number: after two dims of layers, nothing says that it is no matrix
+    # One number: after two dims of layers, nothing says that it is no matrix.
+    if name == "prelu":
         return
     two = abstract(lambda key: zoo.stack(lambda key: zoo.stack(make, key, 3), key, 2))
     assert rx.parameter_kinds(two) == kinds
@@ -105,5 +129,13 @@ def test_arrays_that_may_be_stacked_vectors_are_no_matrices() -> None:
     def make(key: Any) -> Any:
         return {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8)), "tau": jnp.ones(8)}
 
-    assert rx.parameter_kinds(make(KEY)) == {"up": "matrix", "down": "matrix", "tau": "other"}
-    assert rx.parameter_kinds(zoo.stack(make, KEY, 3)) == {"up": "matrix", "down": "matrix", "tau": "other"}
+    assert rx.parameter_kinds(make(KEY)) == {
+        "up": "matrix",
+        "down": "matrix",
+        "tau": "other",
+    }
+    assert rx.parameter_kinds(zoo.stack(make, KEY, 3)) == {
+        "up": "matrix",
+        "down": "matrix",
+        "tau": "other",
+    }

@@ -30,7 +30,9 @@ def test_sizes():
         assert mesh.axis_names == AXES
         assert set(mesh.axis_types) == {AxisType.Auto}
         # The first devices, each once.
-        assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()[: math.prod(shape)]}, sizes
+        assert {d.id for d in mesh.devices.flat} == {
+            d.id for d in jax.devices()[: math.prod(shape)]
+        }, sizes
         check_mesh(mesh)
 
 
@@ -48,7 +50,10 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"tensor": 0}, "tensor=0"),
     ({"data": -2}, "data=-2"),
     ({"tensor": 16}, "tensor=16 needs a multiple of 16 devices, but there are 8"),
-    ({"data": 4, "tensor": 4}, "data=4, fsdp=1, tensor=4 needs 16 devices, but there are 8"),
+    (
+        {"data": 4, "tensor": 4},
+        "data=4, fsdp=1, tensor=4 needs 16 devices, but there are 8",
+    ),
     ({"tensor": 3}, "tensor=3 needs a multiple of 3 devices, but there are 8"),
     ({"devices": []}, "there are none"),
     ({"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices"),
@@ -67,15 +72,26 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
 
 
 def test_meshes_that_are_refused_are_so_with_the_fix():
-    explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    explicit = jax.make_mesh(
+        (2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit)
+    )
     check_mesh(Mesh(explicit.devices, explicit.axis_names))
     of_explicit = "mesh axes ('tensor',) are not of AxisType.Auto"
     of_foreign = f"at least one of {AXES} is needed"
     for mesh, *words in (
         (explicit, of_explicit, "Mesh(mesh.devices, mesh.axis_names)"),
-        (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),
+        (
+            explicit.abstract_mesh,
+            of_explicit,
+            "axis_types=(AxisType.Auto,) * number_of_axes",
+        ),
         (own_mesh((8,), ("x",)), of_foreign, "('x',)", "Mesh(mesh.devices, "),
-        (own_mesh((8, 1), ("dp", "tp")), of_foreign, "('dp', 'tp')", 'Mesh(mesh.devices, ("data", "tensor"))'),
+        (
+            own_mesh((8, 1), ("dp", "tp")),
+            of_foreign,
+            "('dp', 'tp')",
+            'Mesh(mesh.devices, ("data", "tensor"))',
+        ),
     ):
         for refuses in (check_mesh, batch_sharding):
             with pytest.raises(ValueError, match="mesh") as error:
@@ -91,7 +107,9 @@ def test_some_of_the_axes_are_enough():
         (("tensor", "data"), P(("data",)), 2),
         (("data", "fsdp"), P(("data", "fsdp")), 8),
     ):
-        mesh = AbstractMesh((4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
+        mesh = AbstractMesh(
+            (4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes)
+        )
         check_mesh(mesh)
         assert meshes.num_batch_shards(mesh) == shards, axes
         assert batch_sharding(mesh).spec == spec, axes
@@ -102,6 +120,13 @@ def test_some_of_the_axes_are_enough():
 
 def test_a_missing_axis_is_of_size_one():
     mesh = own_mesh((2, 4), ("data", "other"))
-    sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
+    sizes = {
+        None: 1,
+        (): 1,
+        "tensor": 1,
+        "data": 2,
+        ("data", "fsdp"): 2,
+        ("data", "other", "tensor"): 8,
+    }
     assert {axes: meshes.axis_size(mesh, axes) for axes in sizes} == sizes
     assert {axes: meshes.axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes

@@ -1,4 +1,5 @@
-"""Means over examples: losses, the metrics that steps report, and microbatches (accumulated equals whole)."""
+"""Means over examples: losses, the metrics that steps report, and microbatches
+(accumulated equals whole)."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import KEY, assert_refused, compiled_step, cross_entropy, mlp_batch, squared_error, token_batch
+from helpers import (
+    KEY,
+    assert_refused,
+    compiled_step,
+    cross_entropy,
+    mlp_batch,
+    squared_error,
+    token_batch,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,11 +41,15 @@ NUMBERS = st.floats(-100, 100, width=32)
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(NUMBERS, st.integers(0, 100)), min_size=1, max_size=5))
 def test_means_add_up_to_the_mean_of_all(pairs):
-    total = sum((rx.Mean(np.float32(x * n), np.float32(n)) for x, n in pairs), rx.Mean(0.0, 0.0))
+    total = sum(
+        (rx.Mean(np.float32(x * n), np.float32(n)) for x, n in pairs), rx.Mean(0.0, 0.0)
+    )
     count = sum(n for _, n in pairs)
     expected = sum(x * n for x, n in pairs) / count if count else 0.0
     # Up to 5 roundings of sums up to 5e4 in float32.
-    np.testing.assert_allclose(float(total), expected, rtol=1e-5, atol=1e-6 * 5e4 / max(count, 1))
+    np.testing.assert_allclose(
+        float(total), expected, rtol=1e-5, atol=1e-6 * 5e4 / max(count, 1)
+    )
 
 
 def test_a_mean_is_a_tree_and_over_nothing_zero():
@@ -63,8 +76,12 @@ def test_metrics_come_in_float32():
     dtypes = (jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_)
 
     def loss_fn(model, batch, key):
-        metrics = {str(dtype): rx.Mean(jnp.ones((), dtype), jnp.ones((), dtype)) for dtype in dtypes}
-        limits = {"half": jnp.float16(6e4), "byte": jnp.uint8(200)}  # four of each do not fit into its dtype
+        metrics = {
+            str(dtype): rx.Mean(jnp.ones((), dtype), jnp.ones((), dtype))
+            for dtype in dtypes
+        }
+        # Four of each do not fit into its dtype.
+        limits = {"half": jnp.float16(6e4), "byte": jnp.uint8(200)}
         return jnp.sum(model["w"]), {**metrics, "three": 3, **limits}
 
     state = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY)
@@ -72,7 +89,11 @@ def test_metrics_come_in_float32():
     for metrics in (stepped(loss_fn, jnp.ones(2), np.ones(4))[1], evaluated):
         assert {x.dtype for x in jax.tree.leaves(metrics)} == {jnp.dtype("float32")}
         assert [metrics[str(dtype)].value for dtype in dtypes] == [1] * 4
-        assert [metrics[name].value for name in ("three", "half", "byte")] == [3, np.float16(6e4), 200]
+        assert [metrics[name].value for name in ("three", "half", "byte")] == [
+            3,
+            np.float16(6e4),
+            200,
+        ]
 
 
 ONE = jnp.ones(())
@@ -85,14 +106,20 @@ BAD_LOSSES: list[tuple[Any, str]] = [
     (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
     (lambda m, b, k: (), "a tuple of 0"),
     (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
-    *((lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved") for x in RESERVED_METRICS),
+    *(
+        (lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved")
+        for x in RESERVED_METRICS
+    ),
 ]
 
 
 def test_a_bad_loss_is_refused():
     of = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY), np.ones((4, 2), np.float32)
     for step in (partial(rx.train_step, optimizer=SGD), rx.eval_step):
-        assert_refused(lambda f, step=step: jax.eval_shape(partial(step, loss_fn=f), *of), BAD_LOSSES)
+        assert_refused(
+            lambda f, step=step: jax.eval_shape(partial(step, loss_fn=f), *of),
+            BAD_LOSSES,
+        )
 
 
 def test_the_learning_rate_is_reported_where_it_can_be_seen():
@@ -100,12 +127,22 @@ def test_the_learning_rate_is_reported_where_it_can_be_seen():
     seen = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(schedule))
     for optimizer, names in ((seen, {"learning_rate"}), (optax.adam(schedule), set())):
         # A parameter of this name has moments of this name.
-        state = rx.init_state({"w": jnp.ones(2), "learning_rate": jnp.ones(())}, optimizer, key=KEY)
-        step = compiled_step(lambda model, batch, key: sum(map(jnp.sum, model.values())), optimizer)
-        assert jax.eval_shape(step, state, np.ones(4))[1].keys() == {"grad_norm", "loss", *names}
+        state = rx.init_state(
+            {"w": jnp.ones(2), "learning_rate": jnp.ones(())}, optimizer, key=KEY
+        )
+        step = compiled_step(
+            lambda model, batch, key: sum(map(jnp.sum, model.values())), optimizer
+        )
+        assert jax.eval_shape(step, state, np.ones(4))[1].keys() == {
+            "grad_norm",
+            "loss",
+            *names,
+        }
         for i in range(3 if names else 0):
             state, metrics = step(state, np.ones(4))
-            np.testing.assert_allclose(metrics["learning_rate"].value, schedule(i), rtol=1e-6)
+            np.testing.assert_allclose(
+                metrics["learning_rate"].value, schedule(i), rtol=1e-6
+            )
 
 
 def test_parameters_that_the_loss_cannot_depend_on_are_named():
@@ -120,7 +157,9 @@ def test_parameters_that_the_loss_cannot_depend_on_are_named():
         used = jnp.mean(batch * model["used"]) + zero * model["times_zero"]
         return used + jax.lax.stop_gradient(model["stopped"]) + inner(model, batch[0])
 
-    state = rx.init_state({name: jnp.asarray(float(i)) for i, name in enumerate(names)}, SGD, key=KEY)
+    state = rx.init_state(
+        {name: jnp.asarray(float(i)) for i, name in enumerate(names)}, SGD, key=KEY
+    )
     message = "does not depend on 3 trainable arrays.*: only_shape, stopped, unused"
     with pytest.warns(UserWarning, match=message):
         jax.eval_shape(compiled_step(loss_fn, SGD), state, np.ones((4, 2), np.float32))
@@ -139,7 +178,9 @@ def linear_loss(model: Any, batch: Any, key: Any) -> tuple[rx.Mean, dict[str, rx
     """Linear in `w`, so that every sum can be written down."""
     weight = batch["weight"]
     total = jnp.sum(weight * (batch["x"] @ model["w"]))
-    return rx.Mean(total, jnp.sum(weight)), {"x": rx.Mean(jnp.sum(batch["x"][:, 0]), weight.shape[0])}
+    return rx.Mean(total, jnp.sum(weight)), {
+        "x": rx.Mean(jnp.sum(batch["x"][:, 0]), weight.shape[0])
+    }
 
 
 WEIGHTS = {
@@ -161,7 +202,8 @@ def test_accumulated_equals_whole(num_microbatches):
         weight = np.array(weights, np.float32)
         new, metrics = step(state, {"x": x, "weight": weight})
         gradient = (weight @ x) / max(weight.sum(), 1)
-        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=name)  # a sum of 8 products
+        # A sum of 8 products.
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=name)
         close(new.params["w"], w - gradient)
         close(metrics["loss"].value, gradient @ w)
         close(metrics["grad_norm"].value, np.linalg.norm(gradient))
@@ -171,14 +213,16 @@ def test_accumulated_equals_whole(num_microbatches):
 
 
 def test_a_bare_scalar_counts_once_per_microbatch():
-    """The mean of the maxima, not the maximum: what a loss that is no mean can be over parts."""
+    """The mean of the maxima, not the maximum: what a loss that is no mean can be over
+    parts."""
     x = np.array([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], np.float32)
 
     def loss_fn(model, batch, key):
         return model["w"] * jnp.max(batch["x"]), {"sum": jnp.sum(batch["x"])}
 
     new, metrics = stepped(loss_fn, 2.0, {"x": x}, num_microbatches=4)
-    expected = x.reshape(-1, 4).max(axis=0).mean()  # example i is in microbatch i % number
+    # Example i is in microbatch i % number.
+    expected = x.reshape(-1, 4).max(axis=0).mean()
     np.testing.assert_allclose(metrics["loss"].value, 2 * expected, rtol=1e-6)
     np.testing.assert_allclose(new, 2 - expected, rtol=1e-6)
     np.testing.assert_allclose(metrics["sum"].value, x.sum() / 4, rtol=1e-6)
@@ -190,7 +234,12 @@ def test_gradients_of_bfloat16_parameters_accumulate_in_float32():
     def loss_fn(model, batch, key):
         return jnp.sum(model["w"].astype(jnp.float32) * batch)
 
-    w, metrics = stepped(loss_fn, jnp.zeros((), jnp.bfloat16), np.ones(512, np.float32), num_microbatches=512)
+    w, metrics = stepped(
+        loss_fn,
+        jnp.zeros((), jnp.bfloat16),
+        np.ones(512, np.float32),
+        num_microbatches=512,
+    )
     assert metrics["grad_norm"].value == 1
     assert (w, w.dtype) == (-1, jnp.bfloat16)
 
@@ -219,12 +268,15 @@ def test_microbatches_cost_no_more_arithmetic():
     batch = jax.device_put(mlp_batch(0, size=1024), rx.batch_sharding(mesh))
 
     def flops(num_microbatches):
-        step = compiled_step(squared_error, SGD, shardings=shardings, num_microbatches=num_microbatches)
+        step = compiled_step(
+            squared_error, SGD, shardings=shardings, num_microbatches=num_microbatches
+        )
         cost: Any = step.lower(state, batch).compile().cost_analysis()
         return cost["flops"]
 
-    # The cost of a loop is that of one round. What each round adds to the accumulator, and the update of the
-    # parameters, count 4 times here: about 4 operations per parameter against 6 for each of 128 examples.
+    # The cost of a loop is that of one round. What each round adds to the accumulator,
+    # and the update of the parameters, count 4 times here: about 4 operations per
+    # parameter against 6 for each of 128 examples.
     assert flops(4) * 4 == pytest.approx(flops(1), rel=0.08)
 
 
@@ -235,10 +287,28 @@ def test_a_number_of_microbatches_that_does_not_divide_is_refused():
     step = partial(rx.train_step, state, loss_fn=linear_loss, optimizer=SGD)
     shared: Any = ({"shared": np.ones(4, np.float32)}, {"shared": np.float32(1)})
     cases = (
-        *((number, None, {}, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
-        (2, shardings, {}, "weight has 8 rows, which do not divide into 2 microbatches on 8"),
+        *(
+            (number, None, {}, f"num_microbatches={number}")
+            for number in (0, -1, 3, 16)
+        ),
+        (
+            2,
+            shardings,
+            {},
+            "weight has 8 rows, which do not divide into 2 microbatches on 8",
+        ),
         (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
         (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
-        (2, None, dict.fromkeys(batch, np.float32(1)), "weight has no rows, which do not divide into 2"),
+        (
+            2,
+            None,
+            dict.fromkeys(batch, np.float32(1)),
+            "weight has no rows, which do not divide into 2",
+        ),
     )
-    assert_refused(lambda n, layout, more: step({**batch, **more}, num_microbatches=n, shardings=layout), cases)
+    assert_refused(
+        lambda n, layout, more: step(
+            {**batch, **more}, num_microbatches=n, shardings=layout
+        ),
+        cases,
+    )

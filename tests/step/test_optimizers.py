@@ -1,6 +1,7 @@
 """Steps on a mesh equal plain optax on one device, in the layout of their parameters.
 
-The optimizers of optax that train through `fit` come last; tests/gradients has more programs.
+The optimizers of optax that train through `fit` come last; tests/gradients has more
+programs.
 """
 
 import inspect
@@ -15,7 +16,16 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import compilations, fit, make_examples, paired, raised, scalar_loss
-from helpers import KEY, by_path, compiled_step, cross_entropy, in_long, mlp_batch, squared_error, token_batch
+from helpers import (
+    KEY,
+    by_path,
+    compiled_step,
+    cross_entropy,
+    in_long,
+    mlp_batch,
+    squared_error,
+    token_batch,
+)
 from optax import contrib
 
 import redco_eqx as rx
@@ -29,7 +39,10 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda: optax.sgd(1.0),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "masked in multi steps": lambda: optax.MultiSteps(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.masked(optax.adamw(1e-2), matrices)), 2
+        optax.chain(
+            optax.clip_by_global_norm(0.1), optax.masked(optax.adamw(1e-2), matrices)
+        ),
+        2,
     ).gradient_transformation(),
     "plateau": lambda: optax.chain(
         optax.inject_hyperparams(optax.adamw)(1e-2),
@@ -38,7 +51,9 @@ OPTIMIZERS: dict[str, Any] = {
     # It differentiates the loss at the point that it accepts, and keeps the gradient.
     "lbfgs": lambda: optax.lbfgs(memory_size=2, linesearch=SEARCH),
     "opaque sam": lambda: contrib.sam(
-        optax.sgd(1e-2), optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+        optax.sgd(1e-2),
+        optax.chain(contrib.normalize(), optax.sgd(0.05)),
+        opaque_mode=True,
     ),
 }
 # Of which the state alone is looked at.
@@ -53,9 +68,11 @@ SUBJECTS: dict[str, Any] = {
 }
 
 
-def by_hand(model: Any, name: str, loss_fn: Any, metric: str, batches: list[Any]) -> tuple[Any, list[Any]]:
-    """A loop of optax alone on one device, over the model as a tree: the parameters, and loss, metric and
-    gradient norm of each step."""
+def by_hand(
+    model: Any, name: str, loss_fn: Any, metric: str, batches: list[Any]
+) -> tuple[Any, list[Any]]:
+    """A loop of optax alone on one device, over the model as a tree: the parameters,
+    and loss, metric and gradient norm of each step."""
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -84,19 +101,23 @@ def by_hand(model: Any, name: str, loss_fn: Any, metric: str, batches: list[Any]
 
 
 def num_split(opt_state: Any, params: dict[str, Any]) -> int:
-    """Counts the moments that are split; those of a parameter's shape must be split as the parameter is."""
+    """Counts the moments that are split; those of a parameter's shape must be split as
+    the parameter is."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
         assert x.sharding.mesh.devices.size == 8
-        found += [(entry.key, x) for entry in path if getattr(entry, "key", None) in params]
+        found += [
+            (entry.key, x) for entry in path if getattr(entry, "key", None) in params
+        ]
     for path, x in found:
         if x.shape == params[path].shape:
             assert x.sharding.is_equivalent_to(params[path].sharding, x.ndim), path
     return sum(not x.is_fully_replicated for _, x in found)
 
 
-# In float64 the order of summation alone differs between meshes, which three steps let grow: Adam divides by a
-# root of squared gradients, where the rounding of float32 would decide.
+# In float64 the order of summation alone differs between meshes, which three steps let
+# grow: Adam divides by a root of squared gradients, where the rounding of float32 would
+# decide.
 @pytest.mark.parametrize(
     ("subject", "mesh_name", "number", "laid_out", "name"),
     [
@@ -106,9 +127,15 @@ def num_split(opt_state: Any, params: dict[str, Any]) -> int:
         *(("mlp", "2x2x2", 1, True, name) for name in OPTIMIZERS if name != "sgd"),
     ],
 )
-def test_equal_to_plain_optax_and_laid_out_like_its_parameters(subject, mesh_name, number, laid_out, name):
+def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
+    subject, mesh_name, number, laid_out, name
+):
     make, make_batch, loss_fn, metric = SUBJECTS[subject]
-    close: Any = {"rtol": 1e-10, "atol": 1e-12} if name == "sgd" else {"rtol": 1e-8, "atol": 1e-10}
+    close: Any = (
+        {"rtol": 1e-10, "atol": 1e-12}
+        if name == "sgd"
+        else {"rtol": 1e-8, "atol": 1e-10}
+    )
     with jax.enable_x64(True):
         data = [make_batch(seed, dtype=np.float64) for seed in range(3)]
         expected, reports = by_hand(make(jnp.float64), name, loss_fn, metric, data)
@@ -116,8 +143,13 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(subject, mesh_nam
         model, shardings = helpers.place(make(jnp.float64), mesh)
         state = before = rx.init_state(model, optimizer, key=KEY)
         assert any(not x.is_fully_replicated for x in state.params.values())
-        assert bool(num_split(state.opt_state, state.params)) == (name not in ("sgd", "opaque sam"))
-        options: Any = {"shardings": shardings if laid_out else None, "num_microbatches": number}
+        assert bool(num_split(state.opt_state, state.params)) == (
+            name not in ("sgd", "opaque sam")
+        )
+        options: Any = {
+            "shardings": shardings if laid_out else None,
+            "num_microbatches": number,
+        }
         step = compiled_step(loss_fn, optimizer, **options)
         batches = [jax.device_put(batch, rx.batch_sharding(mesh)) for batch in data]
         measured = []
@@ -138,29 +170,53 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(subject, mesh_nam
 def test_shardings_of_another_model_are_refused():
     model = eqx.nn.MLP(64, 64, 31, 1, key=KEY)
     mesh = helpers.mesh_of("2x2x2")
-    shapes = (eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY) for sizes in ((31, 2), (128, 1)))
+    shapes = (
+        eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY)
+        for sizes in ((31, 2), (128, 1))
+    )
     deeper, wider = (rx.shard_rules(shape, mesh) for shape in shapes)
     state = rx.init_state(model, optax.sgd(1.0), key=KEY)
     cases = (
-        (rx.shard_rules({"mlp": model}, mesh), r"shardings has no NamedSharding for layers\.0\.weight"),
-        (deeper, r"shardings has layers\.2\.weight, layers\.2\.bias, but the state has no such array"),
-        (wider, r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 does not divide into 2 parts"),
+        (
+            rx.shard_rules({"mlp": model}, mesh),
+            r"shardings has no NamedSharding for layers\.0\.weight",
+        ),
+        (
+            deeper,
+            r"shardings has layers\.2\.weight, layers\.2\.bias, "
+            r"but the state has no such array",
+        ),
+        (
+            wider,
+            r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 "
+            r"does not divide into 2 parts",
+        ),
     )
     for step in (
         partial(rx.train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error),
         partial(rx.eval_step, loss_fn=squared_error),
         partial(rx.predict_step, predict_fn=lambda model, batch, key: batch),
     ):
-        helpers.assert_refused(lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases)
+        helpers.assert_refused(
+            lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases
+        )
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():
-    """A fixed point of shape, dtype and weak type: one compilation serves every step."""
+    """A fixed point of shape, dtype and weak type: one compilation serves every
+    step."""
     for name, make in {**OPTIMIZERS, **MORE}.items():
         optimizer = make()
-        state = rx.init_state(eqx.filter_eval_shape(helpers.make_mlp), optimizer, key=KEY)
+        state = rx.init_state(
+            eqx.filter_eval_shape(helpers.make_mlp), optimizer, key=KEY
+        )
         for number in (1, 2):
-            step = partial(rx.train_step, loss_fn=squared_error, optimizer=optimizer, num_microbatches=number)
+            step = partial(
+                rx.train_step,
+                loss_fn=squared_error,
+                optimizer=optimizer,
+                num_microbatches=number,
+            )
             new, _ = jax.eval_shape(step, state, mlp_batch(0))
             assert jax.tree.structure(new) == jax.tree.structure(state)
             for path, x, y in paired(new, state):
@@ -169,7 +225,8 @@ def test_the_state_of_an_optimizer_comes_out_as_it_went_in():
 
 
 def test_a_moment_is_split_like_its_parameter():
-    """If its shape lacks one dim, it must be clear which one, or the split of that dim must not matter."""
+    """If its shape lacks one dim, it must be clear which one, or the split of that dim
+    must not matter."""
     mesh = helpers.mesh_of("2x2x2")
     of_a = jax.NamedSharding(mesh, jax.P("data"))
     matrix, both, tensor = (8, 16), jax.P("tensor", "fsdp"), jax.P("tensor")
@@ -190,18 +247,31 @@ def test_a_moment_is_split_like_its_parameter():
         ((8,), tensor, (3, 8), jax.P(None, "tensor")),
         ((8, 8), both, (8, 8, 8), jax.P(None, "tensor", "fsdp")),
     ):
-        params = {"a.b": jax.ShapeDtypeStruct(shape, jnp.float32), "a": jax.ShapeDtypeStruct((8,), jnp.float32)}
+        params = {
+            "a.b": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "a": jax.ShapeDtypeStruct((8,), jnp.float32),
+        }
         shardings = {"a.b": jax.NamedSharding(mesh, spec), "a": of_a}
-        state = ({"a": {"a.b": jax.ShapeDtypeStruct(moment, jnp.float32)}}, jnp.zeros(()), {"a": jnp.zeros(8)})
+        state = (
+            {"a": {"a.b": jax.ShapeDtypeStruct(moment, jnp.float32)}},
+            jnp.zeros(()),
+            {"a": jnp.zeros(8)},
+        )
         found = like_params(state, params, shardings)
-        # The innermost name decides: a label of `optax.partition` could be that of a parameter.
+        # The innermost name decides: a label of `optax.partition` could be that of a
+        # parameter.
         wanted = jax.NamedSharding(mesh, expected)
-        assert found[0]["a"]["a.b"].is_equivalent_to(wanted, len(moment)), (shape, spec, moment)
+        assert found[0]["a"]["a.b"].is_equivalent_to(wanted, len(moment)), (
+            shape,
+            spec,
+            moment,
+        )
         assert found[1].is_equivalent_to(jax.NamedSharding(mesh, jax.P()), 0)
         assert found[2]["a"].is_equivalent_to(of_a, 1)
 
 
-# The optimizers of optax and `optax.contrib` train through `fit` on a mesh, or are refused by name.
+# The optimizers of optax and `optax.contrib` train through `fit` on a mesh, or are
+# refused by name.
 
 RATE = 1e-2
 EXAMPLES = make_examples(16, dim=8)
@@ -229,15 +299,21 @@ LABELS = {"weight": "a", "bias": "b"}
 HOW: dict[str, Any] = {
     "optax.apply_if_finite": lambda: optax.apply_if_finite(sgd(), 2),
     "optax.chain": lambda: optax.chain(optax.clip(1.0), sgd()),
-    "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step, **_: jnp.less(step, 1)),
+    "optax.conditionally_mask": lambda: optax.conditionally_mask(
+        sgd(), lambda step, **_: jnp.less(step, 1)
+    ),
     "optax.freeze": lambda: after(optax.freeze({"weight": False, "bias": True})),
     "optax.lbfgs": lambda: optax.lbfgs(memory_size=2),
     "optax.lookahead": lambda: optax.lookahead(sgd(), 2, 0.5),
     "optax.masked": lambda: optax.masked(sgd(), WEIGHT_ALONE),
     "optax.noisy_sgd": lambda: optax.noisy_sgd(RATE, key=0),
-    "optax.partition": lambda: optax.partition({"a": sgd(), "b": optax.adam(RATE)}, LABELS),
+    "optax.partition": lambda: optax.partition(
+        {"a": sgd(), "b": optax.adam(RATE)}, LABELS
+    ),
     "optax.polyak_sgd": lambda: optax.polyak_sgd(RATE),
-    "optax.scale_by_backtracking_linesearch": lambda: after(optax.scale_by_backtracking_linesearch(5)),
+    "optax.scale_by_backtracking_linesearch": lambda: after(
+        optax.scale_by_backtracking_linesearch(5)
+    ),
     "optax.scale_by_zoom_linesearch": lambda: after(optax.scale_by_zoom_linesearch(5)),
     "optax.snapshot": lambda: then(optax.snapshot("gradient", lambda updates: updates)),
     "contrib.ademamix": lambda: contrib.ademamix(RATE),
@@ -252,14 +328,17 @@ HOW: dict[str, Any] = {
 }
 REFUSED = {
     "optax.lookahead": "optax.lookahead keeps two sets of parameters",
-    "contrib.sophia": "optax.contrib.sophia, by its default estimator, differentiates the loss forwards",
+    "contrib.sophia": (
+        "optax.contrib.sophia, by its default estimator, differentiates the loss "
+        "forwards"
+    ),
     "contrib.dpsgd": "needs the gradient of each example",
 }
 
 
 def public() -> dict[str, Any]:
-    """Every function of optax that says it returns an optimizer, and that can be called by the table or with a
-    learning rate; `measure_with_ema` gives no updates."""
+    """Every function of optax that says it returns an optimizer, and that can be called
+    by the table or with a learning rate; `measure_with_ema` gives no updates."""
     found = {}
     for module, name in ((optax, "optax"), (contrib, "contrib")):
         for attribute, function in inspect.getmembers(module, inspect.isfunction):
@@ -275,8 +354,9 @@ def public() -> dict[str, Any]:
 
 
 PUBLIC = public()
-# Those whose state or update is treated in a way of its own: moments like parameters for some and none for
-# others, sums along each dim, a stack of gradients, the loss elsewhere, with its gradient and alone, its value.
+# Those whose state or update is treated in a way of its own: moments like parameters
+# for some and none for others, sums along each dim, a stack of gradients, the loss
+# elsewhere, with its gradient and alone, its value.
 FEW = ("partition", "sm3", "lbfgs", "scale_by_backtracking_linesearch", "polyak_sgd")
 KINDS = [*(f"optax.{name}" for name in FEW), *REFUSED]
 
@@ -293,17 +373,22 @@ def state_of(optimizer: Any) -> Any:
     model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     layout = [("weight", jax.P("tensor", "fsdp")), ("bias", jax.P("tensor"))]
     shardings = rx.shard_rules(model, rx.make_mesh(tensor=2, fsdp=2), overrides=layout)
-    return rx.init_state(eqx.filter_shard(model, shardings), optimizer, key=jax.random.key(1))
+    return rx.init_state(
+        eqx.filter_shard(model, shardings), optimizer, key=jax.random.key(1)
+    )
 
 
 def test_all_are_in_the_table() -> None:
-    """A newer optax may have more of them: then they are tried as what takes a learning rate, or nothing."""
+    """A newer optax may have more of them: then they are tried as what takes a learning
+    rate, or nothing."""
     assert len(PUBLIC) > 80
     assert {*HOW, *REFUSED} <= {*PUBLIC}
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", [*KINDS, *in_long(*(name for name in PUBLIC if name not in KINDS))])
+@pytest.mark.parametrize(
+    "name", [*KINDS, *in_long(*(name for name in PUBLIC if name not in KINDS))]
+)
 def test_it_trains_on_a_mesh_or_is_refused(name: str) -> None:
     if name in REFUSED:
         raised(ValueError, state_of, make(name), match=REFUSED[name])
@@ -311,9 +396,18 @@ def test_it_trains_on_a_mesh_or_is_refused(name: str) -> None:
     optimizer = make(name)
     begin = state_of(optimizer)
     before = jax.device_get(begin.params)
-    state = fit(begin, EXAMPLES, optimizer=optimizer, loss_fn=scalar_loss, batch_size=8, num_steps=3)
+    state = fit(
+        begin,
+        EXAMPLES,
+        optimizer=optimizer,
+        loss_fn=scalar_loss,
+        batch_size=8,
+        num_steps=3,
+    )
     helpers.assert_same_layout(state, begin)
-    changed = [path for path, x in state.params.items() if not np.array_equal(x, before[path])]
+    changed = [
+        path for path, x in state.params.items() if not np.array_equal(x, before[path])
+    ]
     assert bool(changed) == (name != "optax.set_to_zero")
     for x in jax.tree.leaves(state.params):
         assert np.isfinite(x).all()

@@ -1,4 +1,5 @@
-"""States, models and layouts that no step can use are refused by name, before anything is compiled."""
+"""States, models and layouts that no step can use are refused by name, before anything
+is compiled."""
 
 import dataclasses
 import functools
@@ -11,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, collate, fit, linear_state, loss_fn, mlp_state, predict_fn
+from fit_helpers import (
+    EXAMPLES,
+    SGD,
+    collate,
+    fit,
+    linear_state,
+    loss_fn,
+    mlp_state,
+    predict_fn,
+)
 from helpers import KEY, mesh_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -121,11 +131,16 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", HOLDING)
-def test_a_function_that_holds_an_array_is_refused_by_path(kind: str, place: str, way: str) -> None:
+def test_a_function_that_holds_an_array_is_refused_by_path(
+    kind: str, place: str, way: str
+) -> None:
     def make(key: Any) -> Any:
         return PLACES[place](HOLDING[kind](jax.random.normal(key, (2, 2))))
 
-    message = rf"{way}: layers\.0\.function is a function that holds the array .*float32\[2,2\]"
+    message = (
+        rf"{way}: layers\.0\.function is a function that holds the array "
+        r".*float32\[2,2\]"
+    )
     with pytest.raises(ValueError, match=message):
         WAYS[way](make)
 
@@ -145,7 +160,11 @@ def test_functions_that_hold_constants_are_accepted(way: str) -> None:
         jax.vmap(jax.nn.silu),
         Plain(3.0),
     ]
-    WAYS[way](lambda key: [Holder(function, jax.random.normal(key, (2,))) for function in functions])
+    WAYS[way](
+        lambda key: [
+            Holder(function, jax.random.normal(key, (2,))) for function in functions
+        ]
+    )
 
 
 def test_arrays_of_functions_that_are_modules_are_parameters() -> None:
@@ -170,7 +189,10 @@ EAGER: dict[str, Any] = {
 @pytest.mark.parametrize("name", EAGER)
 def test_without_jit_a_compiled_program_is_refused_with_the_remedy(name: str) -> None:
     state = linear_state()
-    with jax.disable_jit(), pytest.raises(ValueError, match=r"jax.disable_jit is on.*jax.debug.print"):
+    with (
+        jax.disable_jit(),
+        pytest.raises(ValueError, match=r"jax.disable_jit is on.*jax.debug.print"),
+    ):
         EAGER[name](state)
     EAGER[name](state)  # it is untouched
 
@@ -180,18 +202,32 @@ def test_without_jit_states_and_steps_are_those_with_it() -> None:
 
     def two_steps() -> Any:
         state = mlp_state(optimizer)
-        assert state.opt_state[0].mu["layers.0.weight"].sharding == state.params["layers.0.weight"].sharding
-        options: Any = {"loss_fn": squares, "optimizer": optimizer, "shardings": state.shardings}
+        assert (
+            state.opt_state[0].mu["layers.0.weight"].sharding
+            == state.params["layers.0.weight"].sharding
+        )
+        options: Any = {
+            "loss_fn": squares,
+            "optimizer": optimizer,
+            "shardings": state.shardings,
+        }
         state, _ = rx.train_step(state, ROWS, **options)
         state, metrics = rx.train_step(state, ROWS, **options)
-        explanation = rx.explain(state.model, mesh_of("2x2x2"), loss_fn=squares, batch=ROWS)
+        explanation = rx.explain(
+            state.model, mesh_of("2x2x2"), loss_fn=squares, batch=ROWS
+        )
         return state.params, float(metrics["loss"]), str(explanation)
 
-    params, loss, explanation = jax.tree.map(np.asarray, two_steps()[0]), *two_steps()[1:]
+    params, loss, explanation = (
+        jax.tree.map(np.asarray, two_steps()[0]),
+        *two_steps()[1:],
+    )
     with jax.disable_jit():
         eager = two_steps()
     for path, x in params.items():
-        np.testing.assert_allclose(eager[0][path], x, rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(
+            eager[0][path], x, rtol=1e-5, atol=1e-6, err_msg=path
+        )
     assert eager[1] == pytest.approx(loss, rel=1e-5)
     assert eager[2] == explanation
 
@@ -211,17 +247,31 @@ MESHES: dict[str, Any] = {
     "another order": permuted,
 }
 STEPS: dict[str, Any] = {
-    "train_step": lambda **given: partial(rx.train_step, loss_fn=squares, optimizer=SGD, **given),
+    "train_step": lambda **given: partial(
+        rx.train_step, loss_fn=squares, optimizer=SGD, **given
+    ),
     "eval_step": lambda **given: partial(rx.eval_step, loss_fn=squares, **given),
     "predict_step": lambda **given: partial(
-        rx.predict_step, predict_fn=lambda model, batch, key: jax.vmap(model)(batch), **given
+        rx.predict_step,
+        predict_fn=lambda model, batch, key: jax.vmap(model)(batch),
+        **given,
     ),
 }
 
 
-HOW: dict[str, Any] = {"jit_step": partial(rx.jit_step, donate=False), "jit": jax.jit, "alone": lambda f: f}
-# Under a plain `jax.jit`, a state knows the number of its devices alone, and JAX itself refuses another order.
-PAIRS = [(mesh, how) for mesh in MESHES for how in HOW if (mesh, how) != ("another order", "jit")]
+HOW: dict[str, Any] = {
+    "jit_step": partial(rx.jit_step, donate=False),
+    "jit": jax.jit,
+    "alone": lambda f: f,
+}
+# Under a plain `jax.jit`, a state knows the number of its devices alone, and JAX itself
+# refuses another order.
+PAIRS = [
+    (mesh, how)
+    for mesh in MESHES
+    for how in HOW
+    if (mesh, how) != ("another order", "jit")
+]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -230,7 +280,8 @@ def test_shardings_on_another_mesh_are_refused(mesh: str, how: str, step: str) -
     state = mlp_state()
     function = STEPS[step](shardings=rx.shard_rules(state.model, MESHES[mesh]()))
     with pytest.raises(
-        ValueError, match=r"shardings is on a mesh of .*, but the state lies on a mesh of data=2"
+        ValueError,
+        match=r"shardings is on a mesh of .*, but the state lies on a mesh of data=2",
     ):
         HOW[how](function)(state, ROWS)
 
@@ -253,18 +304,27 @@ def test_shardings_on_two_meshes_are_refused_by_path() -> None:
 
 
 @pytest.mark.parametrize("width", [6, 2, 32])
-def test_the_layout_of_a_model_of_another_width_fits_or_is_refused_by_path(width: int) -> None:
-    """A spec has no sizes: where it divides the arrays of the state, it is a layout like any other."""
+def test_the_layout_of_a_model_of_another_width_fits_or_is_refused_by_path(
+    width: int,
+) -> None:
+    """A spec has no sizes: where it divides the arrays of the state, it is a layout
+    like any other."""
     mesh = mesh_of("tensor8")
     wide: Any = rx.shard_rules(eqx.nn.MLP(8, 8, 16, 1, key=KEY), mesh)
     model = eqx.nn.MLP(8, 8, width, 1, key=KEY)
-    state = rx.init_state(eqx.filter_shard(model, rx.shard_rules(model, mesh)), SGD, key=KEY)
+    state = rx.init_state(
+        eqx.filter_shard(model, rx.shard_rules(model, mesh)), SGD, key=KEY
+    )
     step = rx.jit_step(STEPS["eval_step"](shardings=wide), donate=False)
     if width % 8:
-        with pytest.raises(ValueError, match=rf"does not fit layers.0.weight.*dim 0 of size {width}"):
+        with pytest.raises(
+            ValueError, match=rf"does not fit layers.0.weight.*dim 0 of size {width}"
+        ):
             step(state, ROWS)
     else:
-        np.testing.assert_allclose(step(state, ROWS)["loss"].value, squares(model, ROWS, KEY), rtol=1e-5)
+        np.testing.assert_allclose(
+            step(state, ROWS)["loss"].value, squares(model, ROWS, KEY), rtol=1e-5
+        )
 
 
 # What was deleted
@@ -299,7 +359,9 @@ def test_a_deleted_model_or_key_is_named_and_its_layout_is_known() -> None:
 def test_the_number_of_a_step_never_becomes_negative() -> None:
     state = linear_state()
     last = 2**31 - 1
-    late = dataclasses.replace(state, step=jax.device_put(jnp.int32(last - 1), state.step.sharding))
+    late = dataclasses.replace(
+        state, step=jax.device_put(jnp.int32(last - 1), state.step.sharding)
+    )
     step = jax.jit(partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD))
     batch, steps = collate(EXAMPLES[:4]), []
     for _ in range(3):
@@ -308,5 +370,8 @@ def test_the_number_of_a_step_never_becomes_negative() -> None:
     assert steps == [last] * 3
     late = dataclasses.replace(late, step=jnp.int32(last - 2))
     assert int(fit(jax.tree.map(jnp.copy, late), num_steps=2).step) == last
-    with pytest.raises(ValueError, match=rf"the state is at step {last - 2}, and 3 more would pass {last}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"the state is at step {last - 2}, and 3 more would pass {last}",
+    ):
         fit(late, num_steps=3)

@@ -10,10 +10,24 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import Normed, assert_identical, counting_step, paired, raised
-from helpers import KEY, assert_close, assert_refused, assert_same_layout, by_path, place
+from helpers import (
+    KEY,
+    assert_close,
+    assert_refused,
+    assert_same_layout,
+    by_path,
+    place,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
-from redco_eqx import TrainState, init_model, init_state, make_mesh, shard_rules, to_arrays
+from redco_eqx import (
+    TrainState,
+    init_model,
+    init_state,
+    make_mesh,
+    shard_rules,
+    to_arrays,
+)
 from redco_eqx._sharding.mesh import replicated
 
 ADAM = optax.adam(1e-3)
@@ -33,7 +47,10 @@ class Mixed(eqx.Module):
 
     def __init__(self, key: Any):
         keys = jax.random.split(key, 3)
-        self.layers = [eqx.nn.Linear(64, 128, key=keys[0]), eqx.nn.Linear(128, 64, key=keys[1])]
+        self.layers = [
+            eqx.nn.Linear(64, 128, key=keys[0]),
+            eqx.nn.Linear(128, 64, key=keys[1]),
+        ]
         self.scale = jnp.full((3,), 0.5, jnp.bfloat16)
         self.table = np.linspace(0, 1, 5, dtype=np.float32)
         self.count = jnp.arange(4)
@@ -43,7 +60,13 @@ class Mixed(eqx.Module):
 
 
 MIXED = Mixed(KEY)
-FLOATING = ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight", "scale"]
+FLOATING = [
+    "layers.0.bias",
+    "layers.0.weight",
+    "layers.1.bias",
+    "layers.1.weight",
+    "scale",
+]
 
 
 def donate(state: TrainState) -> TrainState:
@@ -63,7 +86,10 @@ def mesh():
 def test_the_arrays_of_the_model_are_shared_out_by_path_and_come_back():
     state = init_state(MIXED, ADAM, key=KEY)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
-    assert (sorted(state.params), sorted(state.frozen)) == (FLOATING, ["count", "seed", "table"])
+    assert (sorted(state.params), sorted(state.frozen)) == (
+        FLOATING,
+        ["count", "seed", "table"],
+    )
     assert state.model_state == {}
     assert_identical({**state.params, **state.frozen}, to_arrays(MIXED))
     assert_identical(state.key, KEY)
@@ -73,11 +99,14 @@ def test_the_arrays_of_the_model_are_shared_out_by_path_and_come_back():
     assert_identical(to_arrays(state.model), to_arrays(MIXED))
     assert (state.model.activation, state.model.rate) == (MIXED.activation, 0.5)
 
-    plain = ADAM.init({path: x for path, x in to_arrays(MIXED).items() if path in FLOATING})
+    plain = ADAM.init(
+        {path: x for path, x in to_arrays(MIXED).items() if path in FLOATING}
+    )
     assert_identical(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain))
     without = init_state(MIXED, key=KEY)
     assert (without.opt_state, sorted(without.params)) == ((), FLOATING)
-    # A weak type would be gone after the first update, and the step would compile again for it.
+    # A weak type would be gone after the first update, and the step would compile again
+    # for it.
     state = init_state({"a": jnp.asarray(1.0), "b": jnp.full((2,), 2.0)}, ADAM, key=KEY)
     assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
 
@@ -89,14 +118,20 @@ def test_what_is_trained():
     cases: list[tuple[Any, Any, list[str]]] = [
         (MIXED, spec, ["layers.1.weight", "scale"]),
         (pair, {"body": False, "head": True}, ["head.bias", "head.weight"]),
-        (MIXED, lambda x: eqx.is_array(x) and x.ndim == 2, ["layers.0.weight", "layers.1.weight"]),
+        (
+            MIXED,
+            lambda x: eqx.is_array(x) and x.ndim == 2,
+            ["layers.0.weight", "layers.1.weight"],
+        ),
         # NumPy tables, integers, keys and quantised weights are never trained.
         ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float8_e4m3fn)}, True, ["a"]),
         (MIXED, True, FLOATING),
         (MIXED, eqx.is_array_like, FLOATING),
     ]
     for model, trainable, expected in cases:
-        state = init_state(model, optax.sgd(0.1, momentum=0.9), key=KEY, trainable=trainable)
+        state = init_state(
+            model, optax.sgd(0.1, momentum=0.9), key=KEY, trainable=trainable
+        )
         assert sorted(state.params) == expected
         assert sorted([*state.params, *state.frozen]) == sorted(to_arrays(model))
         assert len(jax.tree.leaves(state.opt_state)) == len(expected)
@@ -126,7 +161,9 @@ def test_everything_lies_on_the_mesh_of_the_model(mesh):
 
 def test_a_model_that_was_never_placed_stays_on_its_device():
     device = jax.devices()[3]
-    state = init_state(jax.device_put(eqx.filter(MIXED, eqx.is_array), device), ADAM, key=KEY)
+    state = init_state(
+        jax.device_put(eqx.filter(MIXED, eqx.is_array), device), ADAM, key=KEY
+    )
     for x in jax.tree.leaves(state):
         assert x.devices() == {device}
         assert isinstance(x.sharding, jax.NamedSharding)
@@ -136,7 +173,8 @@ def test_a_model_that_was_never_placed_stays_on_its_device():
 
 
 def make_plain(key: Any) -> Mixed:
-    # Without its NumPy table, which `eqx.filter_eval_shape` would not tell from an array of JAX.
+    # Without its NumPy table, which `eqx.filter_eval_shape` would not tell from an
+    # array of JAX.
     return eqx.tree_at(lambda m: m.table, Mixed(key), jnp.arange(5))
 
 
@@ -145,7 +183,11 @@ def test_the_abstract_state_is_the_shape_of_the_concrete_one(mesh):
     abstract = eqx.filter_eval_shape(make_plain, KEY)
     shardings = shard_rules(abstract, mesh)
 
-    placed = jax.tree.map(lambda x, s: x.update(sharding=s) if hasattr(x, "shape") else x, abstract, shardings)
+    placed = jax.tree.map(
+        lambda x, s: x.update(sharding=s) if hasattr(x, "shape") else x,
+        abstract,
+        shardings,
+    )
     state = init_state(place(make_plain(KEY), mesh)[0], optimizer, key=KEY)
     for model in (abstract, placed):
         found = init_state(model, optimizer, key=KEY)
@@ -153,22 +195,34 @@ def test_the_abstract_state_is_the_shape_of_the_concrete_one(mesh):
             assert isinstance(x, jax.ShapeDtypeStruct), path
             assert (x.shape, x.dtype) == (y.shape, y.dtype), path
             assert model is abstract or x.sharding is not None, path
-            assert x.sharding is None or x.sharding.is_equivalent_to(y.sharding, y.ndim), path
+            assert x.sharding is None or x.sharding.is_equivalent_to(
+                y.sharding, y.ndim
+            ), path
         assert jax.tree.structure(found) == jax.tree.structure(state)
 
 
 def test_a_callback_that_runs_meanwhile_is_waited_for():
     """It needs Python's lock, and an array of the model waits for it."""
     mesh = make_mesh(tensor=4)
-    step = jax.jit(lambda x: (jax.debug.callback(lambda _: time.sleep(0.2), x.mean()), 2 * x)[1])
-    model = [step(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data"))))]
+    step = jax.jit(
+        lambda x: (jax.debug.callback(lambda _: time.sleep(0.2), x.mean()), 2 * x)[1]
+    )
+    model = [
+        step(
+            jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
+        )
+    ]
     state = init_state(eqx.filter_shard(model, shard_rules(model, mesh)), key=KEY)
     np.testing.assert_array_equal(state.params["0"], 2 * np.ones((8, 8)))
 
 
 def test_init_state_under_transformations():
     def make(key):
-        model = {"w": jax.random.normal(key, (2, 4)), "table": np.ones(2), "f": jnp.tanh}
+        model = {
+            "w": jax.random.normal(key, (2, 4)),
+            "table": np.ones(2),
+            "f": jnp.tanh,
+        }
         return init_state(model, ADAM, key=key)
 
     keys = jax.random.split(KEY, 3)
@@ -191,7 +245,11 @@ def test_a_pair_of_model_and_state(mesh):
     pair: Any = init_model(make, mesh, key=KEY)
     assert_identical(to_arrays(pair), to_arrays((model, model_state)))
     state = init_state(pair, ADAM, key=KEY)
-    names = ["norm.ema_first_time_index", "norm.ema_state_index.0", "norm.ema_state_index.1"]
+    names = [
+        "norm.ema_first_time_index",
+        "norm.ema_state_index.0",
+        "norm.ema_state_index.1",
+    ]
     assert list(state.model_state) == names
     assert_identical(state.model_state, values)
     assert "norm.weight" in state.params
@@ -227,29 +285,55 @@ def test_one_array_in_two_leaves_is_refused_by_both_names():
     # Split arrays are copies: nothing would tell later that they were tied.
     for spec in (jax.P(), jax.P("tensor")):
         with pytest.raises(ValueError, match=r"embedding and head"):
-            init_model(lambda key: tied, make_mesh(tensor=2), key=KEY, overrides=[("*", spec)])
+            init_model(
+                lambda key: tied, make_mesh(tensor=2), key=KEY, overrides=[("*", spec)]
+            )
     table = np.ones((4, 4), np.float32)
-    equal = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)), "c": table, "d": table, "e": jnp.ones((0,))}
+    equal = {
+        "a": jnp.ones((4, 4)),
+        "b": jnp.ones((4, 4)),
+        "c": table,
+        "d": table,
+        "e": jnp.ones((0,)),
+    }
     donate(init_state(equal, ADAM, key=jax.random.key(1)))
     np.testing.assert_array_equal(table, 1)
 
 
 def test_a_model_that_cannot_be_trained_is_refused_by_path(mesh):
     def on_two(first: Any, second: Any) -> dict[str, Any]:
-        return {"a": jax.device_put(jnp.ones(8), first), "b": jax.device_put(jnp.ones(8), second)}
+        return {
+            "a": jax.device_put(jnp.ones(8), first),
+            "b": jax.device_put(jnp.ones(8), second),
+        }
 
     data8, (first, second, *_) = replicated(make_mesh()), jax.devices()
     deleted = on_two(first, first)
     deleted["b"].delete()
     cases = [
-        (on_two(replicated(mesh), data8), r"a lies on a mesh of 8.*, but b on a mesh of 8.*eqx\.filter_shard"),
-        (on_two(replicated(mesh), first), r"a lies on a mesh of 8 devices.*, but b on \S+0"),
+        (
+            on_two(replicated(mesh), data8),
+            r"a lies on a mesh of 8.*, but b on a mesh of 8.*eqx\.filter_shard",
+        ),
+        (
+            on_two(replicated(mesh), first),
+            r"a lies on a mesh of 8 devices.*, but b on \S+0",
+        ),
         (on_two(first, second), r"a lies on \S+0, but b on \S+1"),
         (deleted, "init_state: b has been deleted"),
         ({"a": jnp.ones(1), "b": np.array(["x"])}, r"b is <U1\[1\].*static field"),
-        ({"a": jnp.ones(1), "b": np.array([2**40])}, r"b has 1099511627776, but JAX stores it as int32"),
-        ({"table": np.ones(3), "count": jnp.arange(2)}, "none of the 2 arrays of the model is trainable"),
-        ({"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)}, r"two leaves have the path 'a\.b'"),
+        (
+            {"a": jnp.ones(1), "b": np.array([2**40])},
+            r"b has 1099511627776, but JAX stores it as int32",
+        ),
+        (
+            {"table": np.ones(3), "count": jnp.arange(2)},
+            "none of the 2 arrays of the model is trainable",
+        ),
+        (
+            {"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)},
+            r"two leaves have the path 'a\.b'",
+        ),
     ]
     assert_refused(lambda model: init_state(model, ADAM, key=KEY), cases)
 
@@ -258,17 +342,31 @@ def test_the_state_takes_the_arrays_of_the_model_and_not_the_key():
     # The key is what the caller goes on with: `batches(..., key=key)`.
     key = jax.random.key(1)
     for num_devices in (1, 8):
-        model = jax.device_put({"a": jnp.ones(8)}, replicated(make_mesh(data=num_devices)))
+        model = jax.device_put(
+            {"a": jnp.ones(8)}, replicated(make_mesh(data=num_devices))
+        )
         state = donate(init_state(model, ADAM, key=key))
         assert_identical(jax.random.fold_in(key, 0), jax.random.fold_in(state.key, 0))
-        raised(ValueError, init_state, model, ADAM, key=KEY, match=r"a has been deleted\. It was donated")
+        raised(
+            ValueError,
+            init_state,
+            model,
+            ADAM,
+            key=KEY,
+            match=r"a has been deleted\. It was donated",
+        )
 
 
 def test_keys():
     state = init_state({"a": jnp.ones(1)}, key=jax.random.PRNGKey(7))
     assert state.key.dtype == KEY.dtype
     assert_identical(state.key, jax.random.key(7))
-    for key in (jnp.ones(2), np.zeros(2, np.uint32), jax.random.split(KEY), np.zeros((2, 2), np.uint32)):
+    for key in (
+        jnp.ones(2),
+        np.zeros(2, np.uint32),
+        jax.random.split(KEY),
+        np.zeros((2, 2), np.uint32),
+    ):
         raised(Exception, init_state, {"a": jnp.ones(1)}, key=key, match="key")
 
 
@@ -276,20 +374,33 @@ def test_keys():
 
 
 def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):
-    """Then each leaf is made by a callback, which looks how many others are whole on one device."""
+    """Then each leaf is made by a callback, which looks how many others are whole on
+    one device."""
     shape = (64, 256)
     found: list[int] = []
 
     def compute():
-        found.append(sum(x.shape == shape and len(x.devices()) == 1 for x in jax.live_arrays()))
+        found.append(
+            sum(x.shape == shape and len(x.devices()) == 1 for x in jax.live_arrays())
+        )
         return np.zeros(shape, np.float32)
 
     def make(key):
-        return [jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.float32)) for _ in range(6)]
+        return [
+            jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.float32))
+            for _ in range(6)
+        ]
 
     with pytest.raises(ValueError, match="matches no array"):
         init_model(make, mesh, key=KEY, overrides=[("nothing", jax.P())])
-    raised(ValueError, init_model, make, jax.make_mesh((8,), ("data",)), key=KEY, match="AxisType")
+    raised(
+        ValueError,
+        init_model,
+        make,
+        jax.make_mesh((8,), ("data",)),
+        key=KEY,
+        match="AxisType",
+    )
     assert found == []
     born = init_model(make, mesh, key=KEY, overrides=[("*", jax.P(("data", "fsdp")))])
     assert found == [0] * 6  # besides the one that is being made

@@ -1,4 +1,5 @@
-"""`Structure`: everything in a model except its arrays, compared by value; and `check_static`."""
+"""`Structure`: everything in a model except its arrays, compared by value; and
+`check_static`."""
 
 import contextlib
 import dataclasses
@@ -76,8 +77,14 @@ def test_built_alike_is_equal():
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "in a frozenset": (frozenset({1}), frozenset({1.0})),
     "lambdas": (lambda x: x + 1, lambda x: x + 1),
-    "partials int and bool": (functools.partial(activation, 1), functools.partial(activation, True)),
-    "partials by keyword": (functools.partial(activation, 1), functools.partial(activation, scale=1)),
+    "partials int and bool": (
+        functools.partial(activation, 1),
+        functools.partial(activation, True),
+    ),
+    "partials by keyword": (
+        functools.partial(activation, 1),
+        functools.partial(activation, scale=1),
+    ),
     "methods int and float": (Config(1).__repr__, Config(1.0).__repr__),
     "dtypes": (np.dtype("float32"), np.dtype("float64")),
     "ufuncs": (np.sin, np.cos),
@@ -96,7 +103,9 @@ def test_defined_differently_is_unequal_and_equal_to_itself():
 
 def test_arrays_do_not_take_part_but_the_tree_does():
     assert Structure(Holder(1, ONES)) == Structure(Holder(1, np.zeros((3, 3), np.int8)))
-    assert Structure(Holder(1, ONES)) == Structure(Holder(1, jax.ShapeDtypeStruct((2,), jnp.int32)))
+    assert Structure(Holder(1, ONES)) == Structure(
+        Holder(1, jax.ShapeDtypeStruct((2,), jnp.int32))
+    )
     for other in (Holder(1, None), Holder(ONES, 1), [1, ONES]):
         assert Structure(Holder(1, ONES)) != Structure(other)
     assert Structure(1) != 1
@@ -142,10 +151,16 @@ def test_equal_where_python_spells_them_alike(first, second):
 @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
 def test_a_static_field_that_is_an_array_or_unhashable_is_refused_by_path():
     for value in (np.ones(2), (1, np.ones(2)), ONES, eqx.nn.Linear(2, 2, key=KEY)):
-        message, tree = r"layers\.1\.static is a static field that holds an array", [1, Holder(1, ONES, value)]
+        message, tree = (
+            r"layers\.1\.static is a static field that holds an array",
+            [1, Holder(1, ONES, value)],
+        )
         raised(ValueError, check_static, {"layers": tree}, match=message)
     for value in ([1, 2], {"a": 1}, (1, [2])):
-        with pytest.raises(ValueError, match=rf"0\.static is a static field of type {type(value).__name__}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"0\.static is a static field of type {type(value).__name__}",
+        ):
             init_state([Holder(1, ONES, value)], key=KEY)
     for value in (1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")):
         check_static([Holder(1, ONES, value)])

@@ -1,4 +1,5 @@
-"""Three steps of one state: their streams of randomness, evaluation, prediction, and models with a state."""
+"""Three steps of one state: their streams of randomness, evaluation, prediction, and
+models with a state."""
 
 from functools import partial
 from typing import Any
@@ -23,11 +24,16 @@ class Noisy(eqx.Module):
 
 
 def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean(model.w * model.dropout(batch, key=key)), {"noise": jax.random.uniform(key)}
+    return jnp.mean(model.w * model.dropout(batch, key=key)), {
+        "noise": jax.random.uniform(key)
+    }
 
 
 def noisy_predict(model: Any, batch: Any, key: Any) -> Any:
-    return {"noise": batch * jax.random.uniform(key), "kept": model.dropout(model.w * batch, key=key)}
+    return {
+        "noise": batch * jax.random.uniform(key),
+        "kept": model.dropout(model.w * batch, key=key),
+    }
 
 
 NOISY, ZERO_RATE = Noisy(jnp.ones(()), eqx.nn.Dropout(0.5)), optax.sgd(0.0)
@@ -46,7 +52,8 @@ def draw(state: Any, **index: Any) -> list[float]:
 
 
 def noises(key: Any) -> list[float]:
-    """Return the draws of each of the three steps, at four steps of a run that changes no parameter."""
+    """Return the draws of each of the three steps, at four steps of a run that changes
+    no parameter."""
     state = begin = rx.init_state(NOISY, ZERO_RATE, key=key)
     drawn: list[float] = []
     losses: set[float] = set()
@@ -67,8 +74,13 @@ def test_streams_of_randomness_are_apart_and_reproducible():
     assert drawn == noises(jax.random.key(0))
     assert len({*drawn, *other}) == 24
     # Members of an ensemble draw each from their own key.
-    states = jax.vmap(lambda key: rx.init_state(NOISY, ZERO_RATE, key=key))(jnp.stack([KEY, jax.random.key(1)]))
-    assert jax.vmap(TRAIN, (0, None))(states, ONES)[1]["noise"].value.tolist() == [drawn[2], other[2]]
+    states = jax.vmap(lambda key: rx.init_state(NOISY, ZERO_RATE, key=key))(
+        jnp.stack([KEY, jax.random.key(1)])
+    )
+    assert jax.vmap(TRAIN, (0, None))(states, ONES)[1]["noise"].value.tolist() == [
+        drawn[2],
+        other[2],
+    ]
 
 
 def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
@@ -86,13 +98,19 @@ def test_predictions_without_one_row_per_example_are_refused():
     state = rx.init_state({"w": jnp.ones(3)}, key=KEY)
     cases: list[tuple[Any, str]] = [
         (lambda m, b, k: {"rows": b, "sum": jnp.sum(b)}, r"output sum has shape \(\)"),
-        (lambda m, b, k: {"nested": [b, b[:2]]}, r"output nested\.1 has shape \(2, 3\).*the batch's, 4"),
+        (
+            lambda m, b, k: {"nested": [b, b[:2]]},
+            r"output nested\.1 has shape \(2, 3\).*the batch's, 4",
+        ),
         (lambda m, b, k: b.T, r"output array has shape \(3, 4\)"),
         (lambda m, b, k: {}, "returned no array"),
         (lambda m, b, k: None, "returned no array"),
     ]
     batch = np.ones((4, 3), np.float32)
-    assert_refused(lambda f: jax.eval_shape(partial(rx.predict_step, predict_fn=f), state, batch), cases)
+    assert_refused(
+        lambda f: jax.eval_shape(partial(rx.predict_step, predict_fn=f), state, batch),
+        cases,
+    )
 
 
 # Models with state: running statistics equal a loop by hand, and evaluation uses them.
@@ -112,7 +130,10 @@ def predict_fn(pair: Any, batch: Any, key: Any) -> Any:
     return jax.vmap(lambda x: model(x, model_state)[0], axis_name="batch")(batch)
 
 
-DATA = [(1 + i + np.random.default_rng(i).normal(size=(16, 64))).astype(np.float32) for i in range(3)]
+DATA = [
+    (1 + i + np.random.default_rng(i).normal(size=(16, 64))).astype(np.float32)
+    for i in range(3)
+]
 MAKE = eqx.nn.make_with_state(Normed)
 
 
@@ -123,7 +144,9 @@ def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
     shardings = rx.shard_rules(pair, mesh)
     state = rx.init_state(pair, SLOW, key=jax.random.key(1))
     model, model_state = MAKE(KEY)
-    step = compiled_step(loss_fn, SLOW, num_microbatches=num_microbatches, shardings=shardings)
+    step = compiled_step(
+        loss_fn, SLOW, num_microbatches=num_microbatches, shardings=shardings
+    )
     metrics: Any = None
     with compilations() as compiled:
         for x in DATA:
@@ -133,31 +156,49 @@ def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, model_state, part):
-        value, _, model_state = loss_fn((eqx.combine(params, static), model_state), part, None)
+        value, _, model_state = loss_fn(
+            (eqx.combine(params, static), model_state), part, None
+        )
         return value, model_state
 
     gradient_of = jax.jit(jax.grad(loss, has_aux=True))
     for x in DATA:
         grads = []
         for i in range(num_microbatches):
-            gradient, model_state = gradient_of(params, model_state, x[i::num_microbatches])
+            gradient, model_state = gradient_of(
+                params, model_state, x[i::num_microbatches]
+            )
             grads.append(gradient)
         mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *grads)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
     # Float32, three steps, through a division by a standard deviation.
     assert_close(state.params, by_path(params), rtol=1e-4, atol=1e-5)
-    mean, variance = (np.asarray(state.model_state[f"norm.ema_state_index.{i}"]) for i in range(2))
-    for found, x in zip((mean, variance), model_state.get(static.norm.ema_state_index), strict=True):
+    mean, variance = (
+        np.asarray(state.model_state[f"norm.ema_state_index.{i}"]) for i in range(2)
+    )
+    for found, x in zip(
+        (mean, variance), model_state.get(static.norm.ema_state_index), strict=True
+    ):
         np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-5)
     assert not state.model_state["norm.ema_first_time_index"]
 
     model = jax.device_get(state.model[0])
     hidden = DATA[0] @ model.linear.weight.T + model.linear.bias
-    expected = (hidden - mean) / np.sqrt(variance + model.norm.eps) * model.norm.weight + model.norm.bias
-    metrics = jax.jit(partial(rx.eval_step, loss_fn=loss_fn, shardings=shardings))(state, DATA[0])
-    np.testing.assert_allclose(metrics["out"].value, expected.mean(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(metrics["loss"].value, np.sin(3 * expected).mean(), rtol=1e-4, atol=1e-5)
-    outputs = jax.jit(partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings))(state, DATA[0])
+    expected = (hidden - mean) / np.sqrt(
+        variance + model.norm.eps
+    ) * model.norm.weight + model.norm.bias
+    metrics = jax.jit(partial(rx.eval_step, loss_fn=loss_fn, shardings=shardings))(
+        state, DATA[0]
+    )
+    np.testing.assert_allclose(
+        metrics["out"].value, expected.mean(), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        metrics["loss"].value, np.sin(3 * expected).mean(), rtol=1e-4, atol=1e-5
+    )
+    outputs = jax.jit(
+        partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings)
+    )(state, DATA[0])
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -170,14 +211,30 @@ def test_the_layout_of_the_pair_is_that_of_the_model():
     assert "0.linear.weight" in rx.explain(pair, mesh).decisions
     state = rx.init_state(pair, SLOW, key=KEY)
     train = partial(rx.train_step, loss_fn=loss_fn, optimizer=SLOW)
-    evaluate, predict = partial(rx.eval_step, loss_fn=loss_fn), partial(rx.predict_step, predict_fn=predict_fn)
+    evaluate, predict = (
+        partial(rx.eval_step, loss_fn=loss_fn),
+        partial(rx.predict_step, predict_fn=predict_fn),
+    )
     for step in (train, evaluate, predict):
-        programs = [jax.jit(partial(step, shardings=x)).lower(state, DATA[0]) for x in (of_pair, of_model)]
+        programs = [
+            jax.jit(partial(step, shardings=x)).lower(state, DATA[0])
+            for x in (of_pair, of_model)
+        ]
         assert programs[0].as_text() == programs[1].as_text()
 
 
 def test_a_model_with_state_must_return_the_new_one():
     state = rx.init_state(MAKE(KEY), SLOW, key=KEY)
-    for kept, message in ((0, "but returned a"), (slice(2), "but returned a tuple of 2")):
-        with pytest.raises(ValueError, match=rf"must return \(loss, metrics, new_state\), {message}"):
-            rx.train_step(state, DATA[0], loss_fn=lambda *a, kept=kept: loss_fn(*a)[kept], optimizer=SLOW)
+    for kept, message in (
+        (0, "but returned a"),
+        (slice(2), "but returned a tuple of 2"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"must return \(loss, metrics, new_state\), {message}"
+        ):
+            rx.train_step(
+                state,
+                DATA[0],
+                loss_fn=lambda *a, kept=kept: loss_fn(*a)[kept],
+                optimizer=SLOW,
+            )

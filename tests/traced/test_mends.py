@@ -1,4 +1,5 @@
-"""Operations that XLA's partitioner gets wrong are replaced wherever they stand, so that steps are right.
+"""Operations that XLA's partitioner gets wrong are replaced wherever they stand, so
+that steps are right.
 
 `nox -s gradients` asks this of generated programs on every mesh.
 """
@@ -30,11 +31,13 @@ CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-5}
 
 def partitioned(function: Any, kernels: Any = ()) -> Any:
     """The function by way of `for_partitioner`."""
-    return lambda *arguments: for_partitioner(trace(function, *arguments), ACROSS, kernels)(*arguments)
+    return lambda *arguments: for_partitioner(
+        trace(function, *arguments), ACROSS, kernels
+    )(*arguments)
 
 
-# Programs of which gradients, or the compilation, were wrong once: first and second derivatives, inside of the
-# step or of the step itself, under loops and `vmap`.
+# Programs of which gradients, or the compilation, were wrong once: first and second
+# derivatives, inside of the step or of the step itself, under loops and `vmap`.
 FEW = (
     "depthwise, two tasks",
     "depthwise, ensemble of states",
@@ -58,22 +61,32 @@ def test_gradients_of_a_step_are_those_of_one_device(name):
 
 
 def stem(model: Any, x: Any) -> Any:
-    """A depthwise convolution as a bare array, of which no name and no type tells, and a pointwise one."""
-    x = jnp.sin(jax.lax.conv_general_dilated(x, model["kernel"], (1, 1), "SAME", feature_group_count=16))
+    """A depthwise convolution as a bare array, of which no name and no type tells, and
+    a pointwise one."""
+    x = jnp.sin(
+        jax.lax.conv_general_dilated(
+            x, model["kernel"], (1, 1), "SAME", feature_group_count=16
+        )
+    )
     return jax.lax.conv_general_dilated(x, model["mix"], (1, 1), "SAME")
 
 
 def make_stem() -> dict[str, Any]:
     rng = np.random.default_rng(1)
     shapes = {"kernel": (16, 1, 3, 3), "mix": (8, 16, 1, 1)}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
 
 
 IMAGES = np.random.default_rng(0).normal(size=(16, 16, 4, 4)).astype(np.float32)
 
 
 def placed() -> tuple[Any, Any]:
-    model = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(ACROSS, jax.P())), make_stem())
+    model = jax.tree.map(
+        lambda x: jax.device_put(x, jax.NamedSharding(ACROSS, jax.P())), make_stem()
+    )
     return model, jax.device_put(IMAGES, rx.batch_sharding(ACROSS))
 
 
@@ -83,9 +96,15 @@ def loss(model: Any, batch: Any) -> Any:
 
 def test_a_derivative_forward_is_that_of_one_device():
     def along_itself(f: Any) -> Any:
-        return jax.jit(lambda model, x: jax.jvp(lambda model: f(model, x), (model,), (model,))[1])
+        return jax.jit(
+            lambda model, x: jax.jvp(lambda model: f(model, x), (model,), (model,))[1]
+        )
 
-    assert_close(along_itself(partitioned(loss))(*placed()), along_itself(loss)(make_stem(), IMAGES), **CLOSE)
+    assert_close(
+        along_itself(partitioned(loss))(*placed()),
+        along_itself(loss)(make_stem(), IMAGES),
+        **CLOSE,
+    )
 
 
 def test_a_weight_gradient_is_summed_over_the_axes_of_the_batch_once():
@@ -94,20 +113,32 @@ def test_a_weight_gradient_is_summed_over_the_axes_of_the_batch_once():
 
 
 def test_channels_that_are_split_stay_so():
-    """Between a column and a row split a depthwise convolution sends nothing of its own over `tensor`."""
-    spec = {"up": jax.P("tensor"), "each": jax.P("tensor"), "down": jax.P(None, "tensor")}
+    """Between a column and a row split a depthwise convolution sends nothing of its own
+    over `tensor`."""
+    spec = {
+        "up": jax.P("tensor"),
+        "each": jax.P("tensor"),
+        "down": jax.P(None, "tensor"),
+    }
     shapes = {"up": (32, 8, 1, 1), "each": (32, 1, 3, 3), "down": (8, 32, 1, 1)}
     struct = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    weights = {name: struct(x, sharding=jax.NamedSharding(ACROSS, spec[name])) for name, x in shapes.items()}
+    weights = {
+        name: struct(x, sharding=jax.NamedSharding(ACROSS, spec[name]))
+        for name, x in shapes.items()
+    }
     x = struct((16, 8, 4, 4), sharding=rx.batch_sharding(ACROSS))
 
     def loss(weights: Any, x: Any) -> Any:
-        convolve = partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+        convolve = partial(
+            jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME"
+        )
         hidden = jnp.sin(convolve(x, weights["up"]))
         hidden = jnp.sin(convolve(hidden, weights["each"], feature_group_count=32))
         return jnp.mean(convolve(hidden, weights["down"]) ** 2)
 
-    compiled = jax.jit(partitioned(jax.grad(loss), [32 * 3 * 3])).lower(weights, x).compile()
+    compiled = (
+        jax.jit(partitioned(jax.grad(loss), [32 * 3 * 3])).lower(weights, x).compile()
+    )
     counts = communication(compiled, ACROSS).counts
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 
@@ -118,18 +149,25 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
         inside = jax.shard_map(stem, mesh=ACROSS, axis_names={"tensor"}, **specs)
         return jnp.mean(inside(model, x) ** 2)
 
-    with pytest.raises(ValueError, match=r"test_mends\.py:\d+ \(.*stem\): a grouped convolution"):
+    with pytest.raises(
+        ValueError, match=r"test_mends\.py:\d+ \(.*stem\): a grouped convolution"
+    ):
         partitioned(jax.grad(f))(*placed())
 
 
 def test_a_whole_array_is_padded_into_a_split_one():
     mesh, x = mesh_of("data2xtensor4"), jnp.arange(128.0).reshape(32, 4)
-    simple, spread = [(-2, 2, 0), (1, -1, 0), (-8, 40, 0), (-33, 37, 0)], [(0, 1, 1), (2, 4, 2), (-2, -3, 3)]
+    simple, spread = (
+        [(-2, 2, 0), (1, -1, 0), (-8, 40, 0), (-33, 37, 0)],
+        [(0, 1, 1), (2, 4, 2), (-2, -3, 3)],
+    )
     for config, axis in itertools.product(simple + spread, ("tensor", "data")):
 
         def pad(x: Any, config: Any = config, axis: str = axis) -> Any:
             x = jax.lax.pad(2 * x, 1.0, [config, (0, 0, 0)])
-            return x, jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(axis)))
+            return x, jax.lax.with_sharding_constraint(
+                x, jax.NamedSharding(mesh, jax.P(axis))
+            )
 
         mended = jax.jit(for_partitioner(trace(pad, x), mesh))(x)
         np.testing.assert_array_equal(mended[1], pad(x)[0], str(config))
@@ -141,36 +179,59 @@ def test_other_programs_are_left_as_they_are():
 
     program = trace(jax.grad(f), make_stem()["mix"], IMAGES)
     # As text: JAX 0.12 makes a new object of an equal program.
-    assert str(for_partitioner(program, ACROSS).closed.jaxpr) == str(program.closed.jaxpr)
+    assert str(for_partitioner(program, ACROSS).closed.jaxpr) == str(
+        program.closed.jaxpr
+    )
 
 
 # In the steps. At a rate of 1 the parameters lose their gradient.
 
 
 def lost(old: rx.TrainState, new: rx.TrainState) -> dict[str, np.ndarray]:
-    return {path: np.asarray(x) - np.asarray(new.params[path]) for path, x in old.params.items()}
+    return {
+        path: np.asarray(x) - np.asarray(new.params[path])
+        for path, x in old.params.items()
+    }
 
 
-def test_steps_and_a_step_of_the_users_own_are_mended_and_refuse_a_state_that_was_given_away():
+def test_steps_and_a_users_own_step_are_mended_and_refuse_a_state_given_away():
     shardings = rx.shard_rules(make_stem(), ACROSS)
-    state = rx.init_state(eqx.filter_shard(make_stem(), shardings), UNIT_SGD, key=jax.random.key(1))
+    state = rx.init_state(
+        eqx.filter_shard(make_stem(), shardings), UNIT_SGD, key=jax.random.key(1)
+    )
     batch = placed()[1]
 
     def own_step(state: Any, batch: Any) -> Any:
-        grads = jax.grad(lambda params: loss(state.build(params, {}), batch))(state.params)
+        grads = jax.grad(lambda params: loss(state.build(params, {}), batch))(
+            state.params
+        )
         params = jax.tree.map(lambda p, g: p - g, state.params, grads)
-        return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": 0.0}
+        return eqx.tree_at(
+            lambda s: (s.params, s.step), state, (params, state.step + 1)
+        ), {"loss": 0.0}
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return loss(model, batch)
 
-    train = partial(rx.train_step, loss_fn=loss_fn, optimizer=UNIT_SGD, shardings=shardings, num_microbatches=2)
+    train = partial(
+        rx.train_step,
+        loss_fn=loss_fn,
+        optimizer=UNIT_SGD,
+        shardings=shardings,
+        num_microbatches=2,
+    )
     evaluate = rx.jit_step(partial(rx.eval_step, loss_fn=loss_fn), donate=False)
     step = rx.jit_step(train)
     value, expected = jax.jit(jax.value_and_grad(loss))(make_stem(), IMAGES)
-    assert_close(lost(state, rx.jit_step(own_step, donate=False)(state, batch)[0]), expected, **CLOSE)
+    assert_close(
+        lost(state, rx.jit_step(own_step, donate=False)(state, batch)[0]),
+        expected,
+        **CLOSE,
+    )
     before = jax.tree.map(jnp.copy, state)
-    assert float(evaluate(state, batch)["loss"]) == pytest.approx(float(value), rel=1e-5)
+    assert float(evaluate(state, batch)["loss"]) == pytest.approx(
+        float(value), rel=1e-5
+    )
     new, _ = step(state, batch)  # what eval_step was given is still there
     assert_close(lost(before, new), expected, **CLOSE)
     for refuses in (step, evaluate):
@@ -181,11 +242,18 @@ def test_steps_and_a_step_of_the_users_own_are_mended_and_refuse_a_state_that_wa
 
 
 def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
-    """To the bit: it is of integers that bfloat16 holds. openxla/xla#42481 adds up rows of several shards."""
+    """To the bit: it is of integers that bfloat16 holds. openxla/xla#42481 adds up rows
+    of several shards."""
     mesh, rng = mesh_of("2x2x2"), np.random.default_rng(0)
-    ids = rng.integers(0, 5, (16, 8)).astype(np.int32)  # many of each, and none of most rows
+    # Many of each, and none of most rows.
+    ids = rng.integers(0, 5, (16, 8)).astype(np.int32)
     signs = rng.choice([-1.0, 1.0], (16, 8, 8)).astype(np.float32)
-    specs = (jax.P("tensor"), jax.P(None, "tensor"), jax.P(("fsdp", "tensor")), jax.P("tensor", "fsdp"))
+    specs = (
+        jax.P("tensor"),
+        jax.P(None, "tensor"),
+        jax.P(("fsdp", "tensor")),
+        jax.P("tensor", "fsdp"),
+    )
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def one(total: Any, part: Any) -> Any:
@@ -197,25 +265,41 @@ def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
                 total += jnp.sum(found * signs, dtype=jnp.float32)
             return total, None
 
-        halves = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]).swapaxes(0, 1), batch)
+        halves = jax.tree.map(
+            lambda x: x.reshape(8, 2, *x.shape[1:]).swapaxes(0, 1), batch
+        )
         return jax.lax.scan(jax.checkpoint(one), 0.0, halves)[0]
 
     expected = np.zeros((16, 8), np.float32)
     np.add.at(expected, ids, signs)
     ways = ("take", "index", "along")
-    shardings = {str(i): dict.fromkeys(ways, jax.NamedSharding(mesh, spec)) for i, spec in enumerate(specs)}
+    shardings = {
+        str(i): dict.fromkeys(ways, jax.NamedSharding(mesh, spec))
+        for i, spec in enumerate(specs)
+    }
     zeros = jax.tree.map(lambda _: np.zeros((16, 8), jnp.bfloat16), shardings)
-    new = stepped(jax.device_put(zeros, shardings), (ids, signs), mesh, loss, UNIT_SGD, shardings=shardings)
+    new = stepped(
+        jax.device_put(zeros, shardings),
+        (ids, signs),
+        mesh,
+        loss,
+        UNIT_SGD,
+        shardings=shardings,
+    )
     for path, x in new.state.params.items():
         times = 2 if "index" in path else 1
-        np.testing.assert_array_equal(-np.asarray(x).astype(np.float32), times * expected, err_msg=path)
+        np.testing.assert_array_equal(
+            -np.asarray(x).astype(np.float32), times * expected, err_msg=path
+        )
 
 
 def test_complex_products_train():
     linear = partial(eqx.nn.Linear, dtype=jnp.complex64, key=jax.random.key(0))
     shape = abstract(lambda _: [linear(64, 128), linear(128, 64)])
     phases = np.exp(1j * np.arange(64 * 128)).astype(np.complex64)
-    model = jax.tree.map(lambda x: x * phases[: x.size].reshape(x.shape), filled(shape, jnp.complex64, 0))
+    model = jax.tree.map(
+        lambda x: x * phases[: x.size].reshape(x.shape), filled(shape, jnp.complex64, 0)
+    )
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         def layers(model: Any, x: Any) -> Any:
@@ -226,27 +310,34 @@ def test_complex_products_train():
         return jnp.mean(jnp.abs(jax.vmap(model[1])(jax.vmap(model[0])(x))) ** 2)
 
     def gradient(name: str) -> dict[str, np.ndarray]:
-        found = stepped(model, np.ones((16, 64), np.complex64), mesh_of(name), loss_fn, UNIT_SGD)
+        found = stepped(
+            model, np.ones((16, 64), np.complex64), mesh_of(name), loss_fn, UNIT_SGD
+        )
         return lost(found.before, found.state)
 
     assert_close(gradient("fsdp8"), gradient("one"), **CLOSE)
 
 
-# An operation is replaced wherever it stands: in calls, loops, branches, solvers, with what those capture.
+# An operation is replaced wherever it stands: in calls, loops, branches, solvers, with
+# what those capture.
 
 CAPTURED = np.arange(1.0, 4.0, dtype=np.float32)  # a constant of the traced program
 XS = jnp.asarray([0.3, 0.5, 0.7])
 
 
 def scan(f: Any, x: Any, **options: Any) -> Any:
-    return jax.lax.scan(lambda c, y: (f(c) + y * CAPTURED, f(y)), x, jnp.stack([x, x]), **options)
+    return jax.lax.scan(
+        lambda c, y: (f(c) + y * CAPTURED, f(y)), x, jnp.stack([x, x]), **options
+    )
 
 
 def solve(f: Any, x: Any) -> Any:
     def inverse(_: Any, b: Any) -> Any:
         return b / f(CAPTURED)
 
-    return jax.lax.custom_linear_solve(lambda v: v * f(CAPTURED), x, inverse, symmetric=True)
+    return jax.lax.custom_linear_solve(
+        lambda v: v * f(CAPTURED), x, inverse, symmetric=True
+    )
 
 
 def custom_jvp(f: Any, x: Any) -> Any:
@@ -268,20 +359,32 @@ FORMS: dict[str, Any] = {
     "while": lambda f, x: jax.lax.while_loop(
         lambda c: f(c[0]) + c[1] < 3, lambda c: (f(c[0]) + 1, c[1] + 1), (x[0], 0)
     ),
-    "cond": lambda f, x: jax.lax.cond(x[0] > 0, lambda x: f(x) * CAPTURED, lambda x: x, x),
+    "cond": lambda f, x: jax.lax.cond(
+        x[0] > 0, lambda x: f(x) * CAPTURED, lambda x: x, x
+    ),
     "checkpoint": lambda f, x: jax.checkpoint(lambda x: f(x) * CAPTURED)(x),
     "custom_jvp": custom_jvp,
     "custom_vjp": custom_vjp,
     "linear solve": solve,
-    "shard_map": lambda f, x: jax.shard_map(f, mesh=mesh_of("data8"), in_specs=jax.P(), out_specs=jax.P())(x),
-    "nested": lambda f, x: jax.jit(lambda x: jax.lax.map(lambda x: scan(f, x)[0], x[None]))(x),
+    "shard_map": lambda f, x: jax.shard_map(
+        f, mesh=mesh_of("data8"), in_specs=jax.P(), out_specs=jax.P()
+    )(x),
+    "nested": lambda f, x: jax.jit(
+        lambda x: jax.lax.map(lambda x: scan(f, x)[0], x[None])
+    )(x),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_operation_is_replaced_wherever_it_stands(form):
     program = trace(lambda x: FORMS[form](jnp.sin, x), XS)
-    jaxpr = rewrite(program.closed.jaxpr, lambda e: jnp.cos if e.primitive.name == "sin" else None)
+    jaxpr = rewrite(
+        program.closed.jaxpr, lambda e: jnp.cos if e.primitive.name == "sin" else None
+    )
     expected = FORMS[form](jnp.cos, XS)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), program.replace(jaxpr)(XS), expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+        program.replace(jaxpr)(XS),
+        expected,
+    )
     assert rewrite(program.closed.jaxpr, lambda e: None) is program.closed.jaxpr

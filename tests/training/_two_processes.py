@@ -36,7 +36,9 @@ MESHES = {
     "data": rx.make_mesh(),
     "tensor": rx.make_mesh(tensor=8),
     "mixed": rx.make_mesh(tensor=2, fsdp=2),
-    "interleaved": rx.make_mesh(devices=[jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]),
+    "interleaved": rx.make_mesh(
+        devices=[jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+    ),
 }
 results: dict[str, Any] = {name: {} for name in MESHES}
 
@@ -47,24 +49,37 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-# A sequence. Process 1 makes its first batch only after process 0 has made its last, so a collective in
-# `batches` would wait forever.
+# A sequence. Process 1 makes its first batch only after process 0 has made its last, so
+# a collective in `batches` would wait forever.
 
 for name, mesh in MESHES.items():
     seen = []
 
     def collate(examples, seen=seen):
         seen.append([int(x) for x in examples])
-        return {"x": np.asarray(examples), "wide": np.stack([np.full(3, x, np.float32) for x in examples])}
+        return {
+            "x": np.asarray(examples),
+            "wide": np.stack([np.full(3, x, np.float32) for x in examples]),
+        }
 
     key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated(mesh))()
     wait_for(directory / f"{name}.done")
-    options = {"batch_size": 8, "mesh": mesh, "key": key, "epoch": 2, "remainder": "split"}
+    options = {
+        "batch_size": 8,
+        "mesh": mesh,
+        "key": key,
+        "epoch": 2,
+        "remainder": "split",
+    }
     made = list(rx.batches(np.arange(29), collate, **options))
     (directory / f"{name}.done").touch()
     gathered = [multihost_utils.process_allgather(batch, tiled=True) for batch in made]
-    results[name]["sequence"] = {"seen": seen, "batches": jax.tree.map(lambda x: x.tolist(), gathered)}
-# The shapes of the batches: other ones in an epoch, and other ones than those of process 0, which comes first.
+    results[name]["sequence"] = {
+        "seen": seen,
+        "batches": jax.tree.map(lambda x: x.tolist(), gathered),
+    }
+# The shapes of the batches: other ones in an epoch, and other ones than those of
+# process 0, which comes first.
 
 BATCH = {"x": np.zeros((4, 3), np.float32), "y": np.zeros(4, np.int32)}
 OTHERS = [
@@ -80,7 +95,9 @@ def refused(first, second):
     made, rest = [], iter([first, second])
     options = {"batch_size": 8, "mesh": MESHES["data"]}
     try:
-        for _ in rx.batches(rx.Data(range(16), prefetch=0), lambda _: next(rest), **options):
+        for _ in rx.batches(
+            rx.Data(range(16), prefetch=0), lambda _: next(rest), **options
+        ):
             made.append(0)
     except ValueError as error:
         return len(made), str(error)
@@ -89,20 +106,29 @@ def refused(first, second):
 
 results["shapes"] = [refused(BATCH, other) for other in OTHERS]
 wait_for(directory / "shapes.done")
-results["first shapes"] = [refused(*2 * [other if process else BATCH]) for other in OTHERS]
+results["first shapes"] = [
+    refused(*2 * [other if process else BATCH]) for other in OTHERS
+]
 (directory / "shapes.done").touch()
 
 
-# Rows that devices of both need. Process 1 makes its batches after process 0, so it sees a difference.
+# Rows that devices of both need. Process 1 makes its batches after process 0, so it
+# sees a difference.
 
 
 def noisy(examples):
     """Numbers that nobody has seeded."""
-    return np.random.default_rng().normal(size=(len(np.asarray(examples)), 3)).astype(np.float32)
+    return (
+        np.random.default_rng()
+        .normal(size=(len(np.asarray(examples)), 3))
+        .astype(np.float32)
+    )
 
 
 def seeded(examples):
-    return np.stack([np.random.default_rng(int(x)).normal(size=3) for x in np.asarray(examples)])
+    return np.stack(
+        [np.random.default_rng(int(x)).normal(size=3) for x in np.asarray(examples)]
+    )
 
 
 def third(examples):
@@ -115,7 +141,12 @@ ROWS = {
     "tensor": (np.arange(24), noisy, "tensor", {}),
     "workers": (rx.Data(np.arange(24), num_workers=2), noisy, "tensor", {}),
     "one batch": (np.arange(24), third, "tensor", {}),
-    "rest": (np.arange(29), lambda x: noisy(x) * (len(x) == 1), "mixed", {"remainder": "split"}),
+    "rest": (
+        np.arange(29),
+        lambda x: noisy(x) * (len(x) == 1),
+        "mixed",
+        {"remainder": "split"},
+    ),
     "whole": (rx.Stream(lambda _: range(24), sharded=False), noisy, "tensor", {}),
     "shard": (rx.Stream(lambda *_: range(24), sharded=True), noisy, "tensor", {}),
     "batched": (
@@ -134,7 +165,9 @@ def made_with(examples, collate_fn, mesh, options):
     """The number of batches that are accepted, and the error."""
     made = 0
     try:
-        for _ in rx.batches(examples, collate_fn, batch_size=8, mesh=MESHES[mesh], **options):
+        for _ in rx.batches(
+            examples, collate_fn, batch_size=8, mesh=MESHES[mesh], **options
+        ):
             made += 1
     except ValueError as error:
         return made, str(error)
@@ -142,9 +175,11 @@ def made_with(examples, collate_fn, mesh, options):
 
 
 results["rows"], vote = {}, batches.__dict__["Vote"]
-batches.__dict__["Vote"] = lambda mesh: lambda *numbers: numbers  # so that a stream waits for nobody, either
+# So that a stream waits for nobody, either.
+batches.__dict__["Vote"] = lambda mesh: lambda *numbers: numbers
 for i, (name, of_rows) in enumerate(ROWS.items(), start=1):
-    consensus._numbers[0, 1] = itertools.count(1000 * i)  # one that has been refused is at another number
+    # One that has been refused is at another number.
+    consensus._numbers[0, 1] = itertools.count(1000 * i)
     wait_for(directory / f"{name}.made")
     results["rows"][name] = made_with(*of_rows)
     (directory / f"{name}.made").touch()
@@ -161,7 +196,9 @@ shards = []
 def part(epoch, shard, num_shards):
     """The examples of a shard, 100 times its number on; shard 1 has more."""
     shards.append((epoch, shard, num_shards))
-    return StatefulIterator([1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)], epoch)
+    return StatefulIterator(
+        [1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)], epoch
+    )
 
 
 def whole(epoch):
@@ -176,14 +213,19 @@ def epochs_of(stream, mesh):
     return Epochs(stream, as_floats, batch_size=8, mesh=mesh)
 
 
-STREAMS = {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stream(part, sharded=True)}
+STREAMS = {
+    "whole": rx.Stream(whole, sharded=False),
+    "sharded": rx.Stream(part, sharded=True),
+}
 for name in ("data", "tensor", "mixed"):
     for how, stream in STREAMS.items():
         seen, places = [], []
         made = epochs_of(stream, MESHES[name]).after(BEGIN, key=jax.random.key(0))
         for batch, place in made:
             seen.append(multihost_utils.process_allgather(batch, tiled=True).tolist())
-            places.append([place.epoch, place.batch, [list(p)[:4] for p in place.positions or ()]])
+            places.append(
+                [place.epoch, place.batch, [list(p)[:4] for p in place.positions or ()]]
+            )
             if len(seen) == 7:
                 break
         made.close()
@@ -200,7 +242,8 @@ epochs_of(STREAMS["sharded"], MESHES["interleaved"])
 
 # Runs.
 
-OPTIMIZER = optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads))  # each step adds 1
+# Each step adds 1.
+OPTIMIZER = optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads))
 
 
 def loss_fn(model, batch, key):
@@ -209,10 +252,17 @@ def loss_fn(model, batch, key):
 
 def run(mesh, examples, **arguments):
     """The state after a run from parameters that are zero."""
-    model = rx.init_model(lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0)
+    )
     model = jax.tree.map(jnp.zeros_like, model)
     state = rx.init_state(model, OPTIMIZER, key=jax.random.key(1))
-    defaults = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "batch_size": 8, "collate_fn": as_floats}
+    defaults = {
+        "loss_fn": loss_fn,
+        "optimizer": OPTIMIZER,
+        "batch_size": 8,
+        "collate_fn": as_floats,
+    }
     return fit(state, examples, **{**defaults, **arguments})
 
 
@@ -220,10 +270,14 @@ def run(mesh, examples, **arguments):
 for how, stream in STREAMS.items():
     for num_steps in (4, 7):
         checkpoints = rx.Checkpoints(directory / how, every_steps=4, keep_last=None)
-        state = run(MESHES["data"], stream, num_steps=num_steps, checkpoints=checkpoints)
+        state = run(
+            MESHES["data"], stream, num_steps=num_steps, checkpoints=checkpoints
+        )
     results[f"steps {how}"] = int(state.step)
     apart = dataclasses.replace(state, step=state.step + process)
-    results[f"apart {how}"] = str(raised(ValueError, rx.save, directory / "apart", apart))
+    results[f"apart {how}"] = str(
+        raised(ValueError, rx.save, directory / "apart", apart)
+    )
 
 calls = []
 
@@ -249,14 +303,26 @@ def clocks(step, row):
     results["clocks"].append([step, *(row[f"train/{name}"] for name in names)])
 
 
-training.__dict__["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
+training.__dict__["time"], results["clocks"] = (
+    types.SimpleNamespace(perf_counter=lambda: now),
+    [],
+)
 examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
-options = {"hook": deciding, "num_steps": 10, "log_every": 2, "checkpoints": directory / "run"}
+options = {
+    "hook": deciding,
+    "num_steps": 10,
+    "log_every": 2,
+    "checkpoints": directory / "run",
+}
 state = run(MESHES["mixed"], examples, collate_fn=slow, loggers=[clocks], **options)
 params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
-results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
+results["ended"], results["calls"] = (
+    [int(state.step), np.asarray(params).tolist()],
+    calls,
+)
 
-# Fewer examples on process 1, which ends for this reason; process 0 came first, and did not wait.
+# Fewer examples on process 1, which ends for this reason; process 0 came first, and did
+# not wait.
 if process == 1:
     (directory / "1.json").write_text(json.dumps(results))
     wait_for(directory / "0.json")

@@ -1,4 +1,5 @@
-"""Whatever a test of this folder does: no thread and no signal handler of it stays behind."""
+"""Whatever a test of this folder does: no thread and no signal handler of it stays
+behind."""
 
 import signal
 
@@ -10,7 +11,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():
-    handlers = [signal.getsignal(number) for number in SIGNALS]  # a shell makes background jobs ignore SIGINT
+    # A shell makes background jobs ignore SIGINT.
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert no_threads_left()
     assert [signal.getsignal(number) for number in SIGNALS] == handlers

@@ -1,4 +1,5 @@
-"""Runs that end early: by Ctrl-C at the next step, by a step that is not finite at the last good state."""
+"""Runs that end early: by Ctrl-C at the next step, by a step that is not finite at the
+last good state."""
 
 import functools
 import itertools
@@ -22,7 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit, raised
+from fit_helpers import (
+    EXAMPLES,
+    MESHES,
+    SGD,
+    Collate,
+    Rows,
+    assert_counted,
+    assert_same,
+    counted,
+    fit,
+    raised,
+)
 
 import redco_eqx as rx
 from redco_eqx._checkpoint.runs import RunRecord
@@ -45,27 +57,43 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
             interrupt()
 
     evaluation = rx.Evaluation(EXAMPLES[:4], every_steps=6)  # which is not made
-    arguments: Any = {"num_epochs": 9, "log_every": 1, "loggers": [logger], "evaluation": evaluation}
+    arguments: Any = {
+        "num_epochs": 9,
+        "log_every": 1,
+        "loggers": [logger],
+        "evaluation": evaluation,
+    }
     error = raised(rx.errors.TrainingInterrupted, fit, **arguments)
-    # The row of step 2 is there when step 6 is on its way, whose boundary is the next one.
+    # The row of step 2 is there when step 6 is on its way, whose boundary is the next
+    # one.
     assert issubclass(type(error), KeyboardInterrupt)
     assert int(error.state.step) == error.step == 6
     assert [step for step, _ in rows.rows] == list(range(1, 7))  # no row is lost
     expected = tiny.state_after(6)
     assert_same(error.state, expected)
     copy = pickle.loads(pickle.dumps(error))  # as it goes from one process to another
-    assert (type(copy), str(copy), copy.signal) == (type(error), str(error), signal.SIGINT)
+    assert (type(copy), str(copy), copy.signal) == (
+        type(error),
+        str(error),
+        signal.SIGINT,
+    )
     assert copy.history == error.history
     assert_same(copy.state, expected)
-    assert_same(fit(error.state, num_steps=3), tiny.state_after(3, expected))  # and it can be used
+    # It can be used.
+    assert_same(fit(error.state, num_steps=3), tiny.state_after(3, expected))
 
 
 def test_a_signal_saves_and_does_not_evaluate() -> None:
-    """With several processes, an evaluation could not stop either, so it must not begin."""
-    run = RunRecord(begin=0, num_steps=6, epoch=0, batch=6, batch_size=4, num_examples=40)
+    """With several processes, an evaluation could not stop either, so it must not
+    begin."""
+    run = RunRecord(
+        begin=0, num_steps=6, epoch=0, batch=6, batch_size=4, num_examples=40
+    )
     plan = Plan(num_steps=9, evaluate=6, save=6)
     assert due(plan, run) == Due(log=True, evaluate=True, save=True, finish=False)
-    assert due(plan, run, stop=True) == Due(log=False, evaluate=False, save=True, finish=True)
+    assert due(plan, run, stop=True) == Due(
+        log=False, evaluate=False, save=True, finish=True
+    )
 
 
 def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
@@ -76,8 +104,12 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
             interrupt()
         return {}
 
-    evaluation = rx.Evaluation(EXAMPLES, predict_fn=tiny.predict_fn, metric_fn=metric_fn)
-    error = raised(rx.errors.TrainingInterrupted, counted, num_steps=2, evaluation=evaluation)
+    evaluation = rx.Evaluation(
+        EXAMPLES, predict_fn=tiny.predict_fn, metric_fn=metric_fn
+    )
+    error = raised(
+        rx.errors.TrainingInterrupted, counted, num_steps=2, evaluation=evaluation
+    )
     assert_counted(error.state, 2)
 
 
@@ -85,7 +117,9 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
-def test_the_same_signal_twice_is_one_request(number: Any, tmp_path: pathlib.Path) -> None:
+def test_the_same_signal_twice_is_one_request(
+    number: Any, tmp_path: pathlib.Path
+) -> None:
     """As srun and the batch script send it, or docker to a group."""
 
     def twice() -> None:
@@ -93,7 +127,13 @@ def test_the_same_signal_twice_is_one_request(number: Any, tmp_path: pathlib.Pat
         time.sleep(0.2)
         os.kill(os.getpid(), number)
 
-    error = raised(rx.errors.TrainingInterrupted, counted, None, tmp_path, collate_fn=Collate(3, twice))
+    error = raised(
+        rx.errors.TrainingInterrupted,
+        counted,
+        None,
+        tmp_path,
+        collate_fn=Collate(3, twice),
+    )
     assert error.signal == number
     assert_counted(error.state, 3)
     assert tiny.steps_in(tmp_path)[-1] == 3
@@ -135,14 +175,20 @@ counted(collate_fn=Collate(3, both))
     ],
     ids=["again", "later", "another"],
 )
-def test_the_second_signal_of_a_program(first: int, second: int, seconds: float, code: int) -> None:
+def test_the_second_signal_of_a_program(
+    first: int, second: int, seconds: float, code: int
+) -> None:
     arguments = map(str, (int(first), int(second), seconds))
     program = [sys.executable, "-c", TWO_SIGNALS, *arguments]
-    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == code, done.stderr
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch": 2}, {"prefetch": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 2}, {"prefetch": 2}, {"prefetch": 0}], ids=str
+)
 def test_a_signal_while_the_reader_hangs_saves(
     options: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +202,11 @@ def test_a_signal_while_the_reader_hangs_saves(
 
     examples = rx.Data(EXAMPLES, **options)
     collate_fn = Collate(6, hang)
-    arguments: Any = {"collate_fn": collate_fn, "checkpoints": tmp_path, "num_epochs": 3}
+    arguments: Any = {
+        "collate_fn": collate_fn,
+        "checkpoints": tmp_path,
+        "num_epochs": 3,
+    }
     began = time.monotonic()
     error = raised(rx.errors.TrainingInterrupted, fit, None, examples, **arguments)
     seconds = time.monotonic() - began
@@ -227,7 +277,9 @@ counted(collate_fn=Collate(3, fork))
 
 def test_a_child_forked_during_a_run_ends_by_its_first_signal() -> None:
     program = [sys.executable, "-c", FORKING]
-    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        program, cwd=TESTS, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.split() == [str(-signal.SIGTERM)], done.stderr
 
 
@@ -246,7 +298,11 @@ fit(None, rx.Data(EXAMPLES, num_workers=2), collate_fn=Collate(6, hang), num_epo
 
 def test_ctrl_c_ends_a_program_whose_worker_hangs() -> None:
     program = subprocess.Popen(
-        [sys.executable, "-c", HANGING], cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HANGING],
+        cwd=TESTS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with program:
         assert program.stdout is not None
@@ -263,8 +319,14 @@ def test_ctrl_c_ends_a_program_whose_worker_hangs() -> None:
 
 def test_an_interrupt_while_the_last_good_state_waits() -> None:
     examples, step = tiny.spoiled(np.nan)
-    arguments: Any = {"collate_fn": Collate(step + 2, signal.SIGINT), "num_steps": 99, "prefetch": 0}
-    assert raised(rx.errors.NonFiniteError, fit, None, examples, **arguments).step == step
+    arguments: Any = {
+        "collate_fn": Collate(step + 2, signal.SIGINT),
+        "num_steps": 99,
+        "prefetch": 0,
+    }
+    assert (
+        raised(rx.errors.NonFiniteError, fit, None, examples, **arguments).step == step
+    )
 
 
 def test_the_programs_own_handler_stays() -> None:
@@ -285,14 +347,16 @@ def test_outside_the_main_thread_no_handler_is_needed() -> None:
 
 SCRIPT = """
 import os, sys
-os.open(sys.argv[1], os.O_RDWR)  # now the terminal that Ctrl-C is typed on is this program's
+# Now the terminal that Ctrl-C is typed on is this program's.
+os.open(sys.argv[1], os.O_RDWR)
 from fit_helpers import counted, make_examples
 import redco_eqx as rx
 
 console = rx.ConsoleLogger(open(os.devnull, "w"), progress=True)
 say = lambda step, row: print("step", step, flush=True)
 try:
-    counted(examples=make_examples(20), num_epochs=10**6, log_every=500, loggers=[say, console], prefetch=2)
+    options = {"log_every": 500, "loggers": [say, console], "prefetch": 2}
+    counted(examples=make_examples(20), num_epochs=10**6, **options)
 except rx.errors.TrainingInterrupted as error:
     print("went on", int(counted(error.state, num_steps=5).step) - error.step)
 """
@@ -322,48 +386,78 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
 
 
 def infinite_gradient(model: Any, batch: Any, key: Any) -> Any:
-    """The value of the loss is always finite, but at a flag of 0 the gradient is infinite."""
+    """The value of the loss is always finite, but at a flag of 0 the gradient is
+    infinite."""
     some = jnp.sum(jax.tree.leaves(eqx.filter(model, eqx.is_array))[0])
     zero = some - jax.lax.stop_gradient(some)
-    return jnp.mean(tiny.errors_of(model, batch)) + jnp.mean(jnp.sqrt(batch["flag"] + zero))
+    return jnp.mean(tiny.errors_of(model, batch)) + jnp.mean(
+        jnp.sqrt(batch["flag"] + zero)
+    )
 
 
-CASES = [(tiny.loss_fn, np.nan, 1), (tiny.loss_fn, np.inf, 100), (infinite_gradient, 0, 100)]
+CASES = [
+    (tiny.loss_fn, np.nan, 1),
+    (tiny.loss_fn, np.inf, 100),
+    (infinite_gradient, 0, 100),
+]
 
 
 @pytest.mark.parametrize(("loss", "value", "log_every"), CASES)
-def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(loss: Any, value: Any, log_every: int) -> None:
+def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(
+    loss: Any, value: Any, log_every: int
+) -> None:
     """And is found before an evaluation after it."""
     examples, step = tiny.spoiled(value)
     assert step > 0
     for evaluation in (None, rx.Evaluation(EXAMPLES[:4], every_steps=step + 1)):
         rows = Rows()
-        arguments: Any = {"num_epochs": 2, "loss_fn": loss, "evaluation": evaluation, "loggers": [rows]}
+        arguments: Any = {
+            "num_epochs": 2,
+            "loss_fn": loss,
+            "evaluation": evaluation,
+            "loggers": [rows],
+        }
         arguments |= {"log_every": log_every, "match": f"not finite at step {step} "}
         error = raised(rx.errors.NonFiniteError, fit, None, examples, **arguments)
         assert error.step == step
-        assert_same(error.state, tiny.state_after(step, examples=examples, loss_fn=loss))
+        assert_same(
+            error.state, tiny.state_after(step, examples=examples, loss_fn=loss)
+        )
         assert all(math.isfinite(x) for _, row in rows.rows for x in row.values())
         steps = list(range(1, step + 1)) if log_every == 1 else []
-        assert [at for at, _ in rows.rows] == [row["step"] for row in error.history.rows] == steps
-        again = pickle.loads(pickle.dumps(error))  # as it goes from one process to another
-        assert (str(again), again.step, again.history) == (str(error), step, error.history)
+        assert (
+            [at for at, _ in rows.rows]
+            == [row["step"] for row in error.history.rows]
+            == steps
+        )
+        # As it goes from one process to another.
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.step, again.history) == (
+            str(error),
+            step,
+            error.history,
+        )
         assert_same(again.state, error.state)
 
 
-@pytest.mark.parametrize(("loss", "value"), [(tiny.loss_fn, np.nan), (infinite_gradient, 0)])
+@pytest.mark.parametrize(
+    ("loss", "value"), [(tiny.loss_fn, np.nan), (infinite_gradient, 0)]
+)
 def test_skipping_leaves_out_exactly_the_step(loss: Any, value: Any) -> None:
     examples, step = tiny.spoiled(value)
     hand: Any = {"loss_fn": loss, "optimizer": optax.adam(1e-2)}
     state = tiny.linear_state(hand["optimizer"])
-    steps = list(itertools.islice(tiny.hand_loop(state, examples, skip=step, **hand), 5))
+    steps = list(
+        itertools.islice(tiny.hand_loop(state, examples, skip=step, **hand), 5)
+    )
     guarded = rx.jit_step(rx.skip_nonfinite(functools.partial(rx.train_step, **hand)))
     for i, (_, metrics, batch) in enumerate(steps):
         state, reported = guarded(state, batch)
         assert float(reported["skipped"]) == (i == step)
         if i != step:
             assert float(reported["loss"]) == float(metrics["loss"])
-    # Parameters, moments and counts are kept at that step, only its number counts; and training goes on.
+    # Parameters, moments and counts are kept at that step, only its number counts; and
+    # training goes on.
     assert_same(state, steps[-1][0])
     assert int(state.step) == 5
 
@@ -382,35 +476,64 @@ def poisoned_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def test_a_nan_raises_from_its_line_with_the_last_good_state() -> None:
-    poisoned = [{**example, "flag": np.float32(-1.0 if i == 3 else 1.0)} for i, example in enumerate(WIDE)]
-    run = functools.partial(fit, tiny.mlp_state(), poisoned, loss_fn=poisoned_loss, num_epochs=1, donate=False)
+    poisoned = [
+        {**example, "flag": np.float32(-1.0 if i == 3 else 1.0)}
+        for i, example in enumerate(WIDE)
+    ]
+    run = functools.partial(
+        fit,
+        tiny.mlp_state(),
+        poisoned,
+        loss_fn=poisoned_loss,
+        num_epochs=1,
+        donate=False,
+    )
     plain = raised(rx.errors.NonFiniteError, run, match=r"jax_debug_nans")
     with jax.debug_nans(True):
         error = raised(rx.errors.NonFiniteError, run, match=r"nan.* encountered")
     assert isinstance(error.__cause__, FloatingPointError)
-    assert "risky_part" in [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)]
+    assert "risky_part" in [
+        frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)
+    ]
     assert_same(error.state, plain.state)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])  # found at the row of the log, and in the next step
+# Found at the row of the log, and in the next step.
+@pytest.mark.parametrize("num_steps", [1, 3])
 def test_an_update_that_is_not_finite_names_the_parameters(num_steps: int) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 0, jnp.nan, 0.05))
-    run = functools.partial(fit, tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps)
-    error = raised(rx.errors.NonFiniteError, run, match=r"before step 1 .*layers\.0\.bias.*checkpoint")
+    run = functools.partial(
+        fit, tiny.mlp_state(spoiling), WIDE, optimizer=spoiling, num_steps=num_steps
+    )
+    error = raised(
+        rx.errors.NonFiniteError,
+        run,
+        match=r"before step 1 .*layers\.0\.bias.*checkpoint",
+    )
     assert int(error.state.step) == error.step == 1
 
 
 def test_a_nan_in_the_batch_is_named() -> None:
     examples = [dict(example) for example in WIDE]
     examples[3]["x"] = np.full_like(examples[3]["x"], np.nan)
-    with pytest.raises(rx.errors.NonFiniteError, match=r"step 0 .*the batch's x has NaN in row 3"):
-        fit(tiny.mlp_state(), rx.Data(examples, shuffle=False), loss_fn=tiny.loss_fn, num_steps=1)
+    with pytest.raises(
+        rx.errors.NonFiniteError, match=r"step 0 .*the batch's x has NaN in row 3"
+    ):
+        fit(
+            tiny.mlp_state(),
+            rx.Data(examples, shuffle=False),
+            loss_fn=tiny.loss_fn,
+            num_steps=1,
+        )
 
 
-def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_without() -> None:
+def test_without_a_place_a_parameter_is_named_and_a_finite_run_is_as_without() -> None:
     state = tiny.mlp_state(SGD, rx.make_mesh(data=1))
     flagged = [{**example, "flag": np.float32(0)} for example in WIDE]
-    kinds, run = (FloatingPointError, rx.errors.NonFiniteError), functools.partial(fit, state, donate=False)
+    kinds, run = (
+        (FloatingPointError, rx.errors.NonFiniteError),
+        functools.partial(fit, state, donate=False),
+    )
     with jax.debug_infs(True):
         said = str(raised(kinds, run, flagged, loss_fn=infinite_gradient, num_steps=2))
     assert "inf" in said or "layers.0.bias" in said
@@ -421,31 +544,63 @@ def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_wit
 
 def by_layers(model: Any, batch: Any, key: Any) -> Any:
     hidden = rx.layers.embed(model["table"], batch["ids"])
-    return rx.layers.cross_entropy(hidden, model["table"], batch["labels"], num_chunks=2)
+    return rx.layers.cross_entropy(
+        hidden, model["table"], batch["labels"], num_chunks=2
+    )
 
 
 def by_optax(model: Any, batch: Any, key: Any) -> Any:
-    hidden = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))(model["table"], batch["ids"])
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ model["table"].T, batch["labels"]).mean()
+    hidden = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))(
+        model["table"], batch["ids"]
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(
+        hidden @ model["table"].T, batch["labels"]
+    ).mean()
 
 
-OUTSIDE = [(by_layers, "ids", 99), (by_layers, "labels", -7), (by_optax, "ids", -17), (by_optax, "labels", 16)]
+OUTSIDE = [
+    (by_layers, "ids", 99),
+    (by_layers, "labels", -7),
+    (by_optax, "ids", -17),
+    (by_optax, "labels", 16),
+]
 
 
 @pytest.mark.parametrize(("loss", "name", "value"), OUTSIDE)
-def test_an_index_outside_ends_the_run_at_its_step(loss: Any, name: str, value: int) -> None:
-    """However late the metrics are read, in a stream too, and under `jax_debug_nans` from the lookup's line."""
+def test_an_index_outside_ends_the_run_at_its_step(
+    loss: Any, name: str, value: int
+) -> None:
+    """However late the metrics are read, in a stream too, and under `jax_debug_nans`
+    from the lookup's line."""
     rng = np.random.default_rng(0)
-    examples = [{x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")} for _ in range(80)]
+    examples = [
+        {x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")}
+        for _ in range(80)
+    ]
     examples[18][name][2] = value  # row 2 of step 2
     mesh = rx.make_mesh(**MESHES["one" if loss is by_optax else "2x2x2"])
-    model = rx.init_model(lambda key: {"table": jax.random.normal(key, (16, 8))}, mesh, key=jax.random.key(0))
+    model = rx.init_model(
+        lambda key: {"table": jax.random.normal(key, (16, 8))},
+        mesh,
+        key=jax.random.key(0),
+    )
     state = rx.init_state(model, SGD, key=jax.random.key(1))
-    run = functools.partial(fit, state, loss_fn=loss, num_steps=10, batch_size=8, donate=False)
+    run = functools.partial(
+        fit, state, loss_fn=loss, num_steps=10, batch_size=8, donate=False
+    )
     for given in (rx.Data(examples, shuffle=False), rx.Stream(examples)):
         error = raised(rx.errors.NonFiniteError, run, given, match="at step 2 ")
         assert int(error.state.step) == error.step == 2
     with jax.debug_nans(True):
-        error = raised(rx.errors.NonFiniteError, run, rx.Data(examples, shuffle=False), match="at step 2 ")
-    lines = [x.line for x in traceback.extract_tb(error.__cause__.__traceback__) if x.name == loss.__name__]
+        error = raised(
+            rx.errors.NonFiniteError,
+            run,
+            rx.Data(examples, shuffle=False),
+            match="at step 2 ",
+        )
+    lines = [
+        x.line
+        for x in traceback.extract_tb(error.__cause__.__traceback__)
+        if x.name == loss.__name__
+    ]
     assert [f'batch["{name}"]' in str(line) for line in lines] == [True]

@@ -24,31 +24,59 @@ from redco_eqx._step import kept
 from redco_eqx._step.state import TRAIN, stream
 from redco_eqx._training.evaluation import NUM_AHEAD
 
-# Sums of small integers are exact in float32: one example lost, or counted twice, shows.
+# Sums of small integers are exact in float32: one example lost, or counted twice,
+# shows.
 RNG = np.random.default_rng(0)
 VALUES, WEIGHTS = RNG.integers(1, 1000, 200), RNG.integers(1, 9, 200)
 
 
 def make_state(mesh: Any) -> Any:
-    model = jax.tree.map(jnp.ones_like, eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0)))
-    return rx.init_state(eqx.filter_shard(model, rx.shard_rules(model, mesh)), key=jax.random.key(1))
+    model = jax.tree.map(
+        jnp.ones_like, eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
+    )
+    return rx.init_state(
+        eqx.filter_shard(model, rx.shard_rules(model, mesh)), key=jax.random.key(1)
+    )
 
 
-STATES = {name: make_state(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()}
-SHARDS = {name: num_batch_shards(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()}
+STATES = {
+    name: make_state(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()
+}
+SHARDS = {
+    name: num_batch_shards(rx.make_mesh(**sizes)) for name, sizes in tiny.MESHES.items()
+}
 
 
 def collate(examples: Any) -> dict[str, np.ndarray]:
     ids = np.asarray(examples, np.int32)
-    return {"id": ids, "value": VALUES[ids].astype(np.float32), "weight": WEIGHTS[ids].astype(np.float32)}
+    return {
+        "id": ids,
+        "value": VALUES[ids].astype(np.float32),
+        "weight": WEIGHTS[ids].astype(np.float32),
+    }
 
 
-def evaluated(examples: Any, loss_fn: Any, batch_size: int, state: Any = STATES["one"]) -> Any:
-    return rx.evaluate(state, examples, collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size)
+def evaluated(
+    examples: Any, loss_fn: Any, batch_size: int, state: Any = STATES["one"]
+) -> Any:
+    return rx.evaluate(
+        state, examples, collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size
+    )
 
 
-def predicted(examples: Any, predict_fn: Any, batch_size: int, state: Any = STATES["one"], **more: Any) -> Any:
-    arguments: Any = {"collate_fn": collate, "predict_fn": predict_fn, "batch_size": batch_size, **more}
+def predicted(
+    examples: Any,
+    predict_fn: Any,
+    batch_size: int,
+    state: Any = STATES["one"],
+    **more: Any,
+) -> Any:
+    arguments: Any = {
+        "collate_fn": collate,
+        "predict_fn": predict_fn,
+        "batch_size": batch_size,
+        **more,
+    }
     return rx.predict(state, examples, **arguments)
 
 
@@ -58,20 +86,34 @@ def values_of(model: Any, batch: Any) -> jax.Array:
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     values, weight = values_of(model, batch), batch["weight"]
-    return rx.Mean(jnp.sum(values * weight), jnp.sum(weight)), {"mean": jnp.mean(values)}
+    return rx.Mean(jnp.sum(values * weight), jnp.sum(weight)), {
+        "mean": jnp.mean(values)
+    }
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-    return {"id": batch["id"], "pair": (values_of(model, batch), jnp.stack([batch["weight"]] * 3, 1))}
+    return {
+        "id": batch["id"],
+        "pair": (values_of(model, batch), jnp.stack([batch["weight"]] * 3, 1)),
+    }
 
 
-OF_VALUES: Any = {"collate_fn": collate, "loss_fn": loss_fn, "predict_fn": predict_fn, "batch_size": 8}
+OF_VALUES: Any = {
+    "collate_fn": collate,
+    "loss_fn": loss_fn,
+    "predict_fn": predict_fn,
+    "batch_size": 8,
+}
 
 
 @st.composite
 def cases(draw: Any) -> tuple[str, int, int]:
     mesh = draw(st.sampled_from(sorted(tiny.MESHES)))
-    return mesh, draw(st.integers(1, 40)), SHARDS[mesh] * draw(st.integers(1, 40 // SHARDS[mesh]))
+    return (
+        mesh,
+        draw(st.integers(1, 40)),
+        SHARDS[mesh] * draw(st.integers(1, 40 // SHARDS[mesh])),
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -83,23 +125,33 @@ def test_every_example_counts_once_and_in_order(case: Any) -> None:
     weights = WEIGHTS[:n].astype(np.float64)
     # Exact: both sums are of integers below 2**24.
     assert found["loss"] == (VALUES[:n] * weights).sum() / weights.sum()
-    # A scalar weighs its number of examples, as a metric and as the loss. The mean of a batch is rounded to
-    # float32.
-    alone = evaluated(synchronous, lambda *given: loss_fn(*given)[1]["mean"], batch_size, STATES[mesh])
-    np.testing.assert_allclose([found["mean"], alone["loss"]], VALUES[:n].mean(), rtol=1e-6)
+    # A scalar weighs its number of examples, as a metric and as the loss. The mean of a
+    # batch is rounded to float32.
+    alone = evaluated(
+        synchronous, lambda *given: loss_fn(*given)[1]["mean"], batch_size, STATES[mesh]
+    )
+    np.testing.assert_allclose(
+        [found["mean"], alone["loss"]], VALUES[:n].mean(), rtol=1e-6
+    )
     assert set(found) == {"loss", "mean"}
     rows = predicted(synchronous, predict_fn, batch_size, STATES[mesh])
     assert [int(row["id"]) for row in rows] == list(range(n))
     assert [float(row["pair"][0]) for row in rows] == VALUES[:n].tolist()
-    assert [row["pair"][1].tolist() for row in rows] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
+    assert [row["pair"][1].tolist() for row in rows] == [
+        [w] * 3 for w in WEIGHTS[:n].tolist()
+    ]
 
 
 def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_nan() -> None:
     def sums_fn(model: Any, batch: Any, key: Any) -> Any:
-        """The exact sum over the number of batches, the same of the number of examples, and nothing."""
+        """The exact sum over the number of batches, the same of the number of examples,
+        and nothing."""
         values = values_of(model, batch)
         total = jnp.sum(values)
-        return rx.Mean(total, 1.0), {"count": rx.Mean(len(values), 1.0), "nothing": rx.Mean(total * 0, 0.0)}
+        return rx.Mean(total, 1.0), {
+            "count": rx.Mean(len(values), 1.0),
+            "nothing": rx.Mean(total * 0, 0.0),
+        }
 
     for n in (1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD):
         found = evaluated(range(n), sums_fn, 1)
@@ -112,12 +164,19 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
     def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
         """The noise of the first two batches, apart."""
         noise, first = jax.random.normal(key), batch["id"][0]
-        of = {f"batch{i}": rx.Mean(jnp.where(first == 4 * i, noise, 0), first == 4 * i) for i in range(2)}
+        of = {
+            f"batch{i}": rx.Mean(jnp.where(first == 4 * i, noise, 0), first == 4 * i)
+            for i in range(2)
+        }
         return jnp.zeros(()), of
 
     def drawn() -> list[float]:
         found = evaluated(range(8), noisy_loss, 4)
-        rows = predicted(range(8), lambda m, b, key: jnp.full(b["id"].shape, jax.random.normal(key)), 4)
+        rows = predicted(
+            range(8),
+            lambda m, b, key: jnp.full(b["id"].shape, jax.random.normal(key)),
+            4,
+        )
         return [found["batch0"], found["batch1"], float(rows[0]), float(rows[4])]
 
     assert drawn() == drawn()
@@ -130,22 +189,32 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
 
 
 def words(example: int, prediction: Any) -> str:
-    """It has the example that belongs to the prediction, and arrays without the batch dim."""
+    """It has the example that belongs to the prediction, and arrays without the batch
+    dim."""
     assert isinstance(prediction["id"], np.ndarray | np.generic)
     assert prediction["id"] == example
     return f"{example}: {'more' if prediction['pair'][0] > 500 else 'less'}"
 
 
-def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathlib.Path) -> None:
+def test_outputs_are_returned_and_go_to_the_metric_and_the_file(
+    tmp_path: pathlib.Path,
+) -> None:
     expected = [f"{i}: {'more' if VALUES[i] > 500 else 'less'}" for i in range(11)]
-    assert predicted(range(11), predict_fn, 8, STATES["2x2x2"], output_fn=words) == expected
+    assert (
+        predicted(range(11), predict_fn, 8, STATES["2x2x2"], output_fn=words)
+        == expected
+    )
     seen = []
 
     def metric_fn(examples: Any, outputs: Any) -> Any:
         seen.append(outputs)
         return {"more": np.mean([output.endswith("more") for output in outputs])}
 
-    more: Any = {"metric_fn": metric_fn, "output_fn": words, "predictions_directory": tmp_path}
+    more: Any = {
+        "metric_fn": metric_fn,
+        "output_fn": words,
+        "predictions_directory": tmp_path,
+    }
     share = rx.Evaluation(range(11), **OF_VALUES, **more)(STATES["2x2x2"])["eval/more"]
     assert share == np.mean([output.endswith("more") for output in expected])
     assert seen == [expected]
@@ -155,7 +224,14 @@ def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathli
 
 def test_an_error_of_output_fn_says_for_which_example() -> None:
     names = {0: "zero", 1: "one"}
-    error = raised(KeyError, predicted, range(11), predict_fn, 4, output_fn=lambda i, prediction: names[i])
+    error = raised(
+        KeyError,
+        predicted,
+        range(11),
+        predict_fn,
+        4,
+        output_fn=lambda i, prediction: names[i],
+    )
     assert "output_fn was given example 2" in "".join(error.__notes__)
 
 
@@ -169,27 +245,51 @@ def test_rows_of_evaluations_and_when_they_are_made() -> None:
     def metric_fn(examples: Any, predictions: Any) -> Any:
         ids = [examples[i]["id"] for i in range(len(examples))]
         calls.append((ids, [int(p["id"]) for p in predictions]))
-        return {"size": len(examples), "jax": jnp.ones(()), "numpy": np.float32(2), "array": np.array(3)}
+        return {
+            "size": len(examples),
+            "jax": jnp.ones(()),
+            "numpy": np.float32(2),
+            "array": np.array(3),
+        }
 
-    evaluation = rx.Evaluation(examples, every_steps=4, predict_fn=tiny.predict_fn, metric_fn=metric_fn)
+    evaluation = rx.Evaluation(
+        examples, every_steps=4, predict_fn=tiny.predict_fn, metric_fn=metric_fn
+    )
     by_epoch: Any = rx.Data(lambda epoch: EXAMPLES)
-    found = counted(examples=by_epoch, prefetch=None, num_epochs=2, evaluation=evaluation, loggers=[rows])
+    found = counted(
+        examples=by_epoch,
+        prefetch=None,
+        num_epochs=2,
+        evaluation=evaluation,
+        loggers=[rows],
+    )
     evaluations = rows.with_prefix("eval/")
     assert ([step for step, _ in evaluations], int(found.step)) == ([4, 8, 10], 10)
     # First the rehearsal, on one batch, and then always everything, in order.
     assert calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
     for _, row in evaluations:
-        assert row.keys() == {f"eval/{n}" for n in ("loss", "plain", "size", "jax", "numpy", "array")}
-        assert (row["eval/size"], row["eval/jax"], row["eval/numpy"], row["eval/array"]) == (11, 1, 2, 3)
+        assert row.keys() == {
+            f"eval/{n}" for n in ("loss", "plain", "size", "jax", "numpy", "array")
+        }
+        assert (
+            row["eval/size"],
+            row["eval/jax"],
+            row["eval/numpy"],
+            row["eval/array"],
+        ) == (11, 1, 2, 3)
         assert all(type(x) is float for x in row.values())
     # Train rows come before the evaluation at their step.
     assert [step for step, _ in rows.rows] == sorted(step for step, _ in rows.rows)
     assert rows.rows[-1] == evaluations[-1]
-    own = rx.evaluate(found, examples, collate_fn=tiny.collate, loss_fn=tiny.loss_fn, batch_size=4)
-    assert {f"eval/{name}": value for name, value in own.items()}.items() <= evaluations[-1][1].items()
+    own = rx.evaluate(
+        found, examples, collate_fn=tiny.collate, loss_fn=tiny.loss_fn, batch_size=4
+    )
+    assert {
+        f"eval/{name}": value for name, value in own.items()
+    }.items() <= evaluations[-1][1].items()
 
 
-def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once() -> None:
+def test_evaluation_changes_nothing_in_training_and_steps_are_compiled_once() -> None:
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=tiny.predict_fn)
     kept._programs.clear()
     with compilations() as compiled:
@@ -204,11 +304,14 @@ class Broken:
 
 
 def written(extras: list[Any], directory: pathlib.Path) -> tuple[list[Any], list[Any]]:
-    """Trains, and writes predictions for examples that have something besides; these, and what is predicted."""
+    """Trains, and writes predictions for examples that have something besides; these,
+    and what is predicted."""
     examples = [{**example, "extra": extra} for example, extra in zip(EXAMPLES, extras)]
 
     def without_extra(given: Any) -> Any:
-        return tiny.collate([{k: v for k, v in e.items() if k != "extra"} for e in given])
+        return tiny.collate(
+            [{k: v for k, v in e.items() if k != "extra"} for e in given]
+        )
 
     functions: Any = {"collate_fn": without_extra, "predict_fn": tiny.predict_fn}
     evaluation = rx.Evaluation(examples, **functions, predictions_directory=directory)
@@ -223,7 +326,10 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
     extras: list[Any] = [odd, "Grüße", {("a", 1): 2}, deep, "half \ud800 pair", loop]
     directory = tmp_path / "deep" / "predictions"
     examples, predictions = written(extras, directory)
-    assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "step-10.jsonl",
+        "step-5.jsonl",
+    ]
     text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     assert "Grüße" in text
@@ -231,12 +337,18 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
     assert [line["prediction"] for line in lines] == expected
     for i, extra in ((0, "namespace(odd=1)"), (1, "Grüße"), (4, "half \ud800 pair")):
         found = lines[i]["example"]
-        assert (found["id"], found["x"], found["extra"]) == (i, EXAMPLES[i]["x"].tolist(), extra)
+        assert (found["id"], found["x"], found["extra"]) == (
+            i,
+            EXAMPLES[i]["x"].tolist(),
+            extra,
+        )
     for i in (2, 3, 5):  # what JSON cannot hold at all is there by its repr
         assert lines[i]["example"] == repr(examples[i])
 
 
-def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
+def test_a_file_of_predictions_that_fails_leaves_nothing(
+    tmp_path: pathlib.Path,
+) -> None:
     raised(RuntimeError, written, [Broken(), Broken()], tmp_path, match="no repr")
     assert list(tmp_path.iterdir()) == []
 
@@ -244,9 +356,18 @@ def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path)
 def test_what_is_broken_fails_before_training() -> None:
     state = tiny.linear_state()
     for name in ("predict_fn", "metric_fn", "loss_fn"):
-        right = {"predict_fn": tiny.predict_fn, "metric_fn": lambda *_: {}, "loss_fn": tiny.loss_fn}
-        evaluation: Any = rx.Evaluation(EXAMPLES, **{**right, name: lambda *_: tiny.fail()})
-        with compilations() as compiled, pytest.raises(LookupError, match="mine") as caught:
+        right = {
+            "predict_fn": tiny.predict_fn,
+            "metric_fn": lambda *_: {},
+            "loss_fn": tiny.loss_fn,
+        }
+        evaluation: Any = rx.Evaluation(
+            EXAMPLES, **{**right, name: lambda *_: tiny.fail()}
+        )
+        with (
+            compilations() as compiled,
+            pytest.raises(LookupError, match="mine") as caught,
+        ):
             tiny.fit(state, num_epochs=1, evaluation=evaluation)
         assert tiny.BODY not in compiled
         assert any("the evaluation" in note for note in caught.value.__notes__)
@@ -273,35 +394,62 @@ class Calls:
 
 def test_it_is_called_after_each_row_and_each_evaluation_with_what_was_logged() -> None:
     rows, hook = Rows(), Calls()
-    by_fives(hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=4))
+    by_fives(
+        hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=4)
+    )
     logged = tiny.without_times(rows.rows)
-    assert hook.calls == [(step, {k: x for k, x in row.items() if k != "train/epoch"}) for step, row in logged]
-    found = " ".join(f"{step} {next(iter(row)).partition('/')[0]}" for step, row in hook.calls)
+    assert hook.calls == [
+        (step, {k: x for k, x in row.items() if k != "train/epoch"})
+        for step, row in logged
+    ]
+    found = " ".join(
+        f"{step} {next(iter(row)).partition('/')[0]}" for step, row in hook.calls
+    )
     assert found == "4 train 4 eval 5 train 8 train 8 eval 10 train 12 train 12 eval"
 
 
 def test_a_hook_changes_nothing() -> None:
-    for hook in (Calls(None, False, np.False_), lambda run, row, state: state.params.clear()):
+    for hook in (
+        Calls(None, False, np.False_),
+        lambda run, row, state: state.params.clear(),
+    ):
         assert_same(fit(num_steps=7, log_every=2, hook=hook), fit(num_steps=7))
 
 
 def test_a_run_that_a_hook_ends_is_a_whole_run() -> None:
     """With a last evaluation, and the state as its result."""
     rows, hook = Rows(), Calls(None, True)
-    state = by_fives(hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=100))
+    state = by_fives(
+        hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=100)
+    )
     tiny.assert_counted(state, 10)
-    assert [step for step, _ in rows.rows] == [step for step, _ in hook.calls] == [5, 10, 10]
+    assert (
+        [step for step, _ in rows.rows]
+        == [step for step, _ in hook.calls]
+        == [5, 10, 10]
+    )
 
 
 def test_what_a_hook_cannot_return() -> None:
-    for value, name in ((tiny.linear_state(), "TrainState"), (1, "int"), (jnp.array(True), "ArrayImpl")):
-        raised(TypeError, by_fives, hook=Calls(value), match=f"None, or True .*, but returned a {name}")
+    for value, name in (
+        (tiny.linear_state(), "TrainState"),
+        (1, "int"),
+        (jnp.array(True), "ArrayImpl"),
+    ):
+        raised(
+            TypeError,
+            by_fives,
+            hook=Calls(value),
+            match=f"None, or True .*, but returned a {name}",
+        )
 
 
 def test_without_its_hook_an_ended_run_goes_on(tmp_path: pathlib.Path) -> None:
     stop = Calls(True)
     for hook, num_steps in ((stop, 5), (stop, 5), (None, 12)):
-        tiny.assert_counted(by_fives(None, rx.Checkpoints(tmp_path), hook=hook), num_steps)
+        tiny.assert_counted(
+            by_fives(None, rx.Checkpoints(tmp_path), hook=hook), num_steps
+        )
 
 
 # A state of its own for evaluations
@@ -312,20 +460,36 @@ def test_another_state_is_evaluated_and_kept_best(tmp_path: pathlib.Path) -> Non
     examples, state, logged = tiny.make_examples(16, dim=8), tiny.mlp_state(), Rows()
 
     def state_fn(state: Any) -> Any:
-        return dataclasses.replace(state, params=jax.tree.map(lambda x: x / 2, state.params))
+        return dataclasses.replace(
+            state, params=jax.tree.map(lambda x: x / 2, state.params)
+        )
 
-    by_hand = [state_fn(new) for new, *_ in itertools.islice(tiny.hand_loop(state, examples), 1, 6, 2)]
+    by_hand = [
+        state_fn(new)
+        for new, *_ in itertools.islice(tiny.hand_loop(state, examples), 1, 6, 2)
+    ]
     common: Any = {"collate_fn": tiny.collate, "loss_fn": tiny.loss_fn, "batch_size": 4}
     losses = [rx.evaluate(new, examples, **common)["loss"] for new in by_hand]
     evaluation = rx.Evaluation(examples, every_steps=2, state_fn=state_fn)
-    checkpoints = rx.Checkpoints(tmp_path, every_steps=2, keep_last=1, keep_best={"eval/loss": "max"})
-    fit(state, examples, num_steps=6, loggers=[logged], evaluation=evaluation, checkpoints=checkpoints)
+    checkpoints = rx.Checkpoints(
+        tmp_path, every_steps=2, keep_last=1, keep_best={"eval/loss": "max"}
+    )
+    fit(
+        state,
+        examples,
+        num_steps=6,
+        loggers=[logged],
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+    )
     found = [row["eval/loss"] for _, row in logged.with_prefix("eval/")]
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert tiny.steps_in(tmp_path) == [2 * (1 + int(np.argmax(found))), 6]
 
 
-def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(tmp_path: pathlib.Path) -> None:
+def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(
+    tmp_path: pathlib.Path,
+) -> None:
     """In the log, the history and the checkpoints; a resumed run reads the same."""
 
     def weightless(model: Any, batch: Any, key: Any) -> Any:
@@ -335,10 +499,14 @@ def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(tmp_path: pathlib.
 
     state = tiny.linear_state(tiny.COUNTING)
     begin = float(state.model.bias[0])
-    state = dataclasses.replace(state, params={**state.params, "bias": state.params["bias"] - begin})
+    state = dataclasses.replace(
+        state, params={**state.params, "bias": state.params["bias"] - begin}
+    )
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, loss_fn=weightless)
     logged, file = Rows(), tmp_path / "log.jsonl"
-    checkpoints = rx.Checkpoints(tmp_path / "run", every_steps=2, keep_last=1, keep_best={"eval/loss": "min"})
+    checkpoints = rx.Checkpoints(
+        tmp_path / "run", every_steps=2, keep_last=1, keep_best={"eval/loss": "min"}
+    )
 
     def run(state: Any) -> Any:
         return tiny.fit_with_history(
@@ -355,6 +523,8 @@ def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(tmp_path: pathlib.
     np.testing.assert_array_equal(losses, [np.nan, 4.0, np.nan])
     np.testing.assert_array_equal(history["eval/loss"], losses)
     assert tiny.steps_in(tmp_path / "run") == [4, 6]
-    assert [line.get("eval/loss") for line in map(json.loads, file.read_text().splitlines())][-1] == "NaN"
+    assert [
+        line.get("eval/loss") for line in map(json.loads, file.read_text().splitlines())
+    ][-1] == "NaN"
     np.testing.assert_array_equal(run(state)["eval/loss"], losses)
     assert tiny.steps_in(tmp_path / "run") == [4, 6]

@@ -1,4 +1,5 @@
-"""`fit` is the loop that a reader would write, compiled once; what fails arrives, what is wrong is refused."""
+"""`fit` is the loop that a reader would write, compiled once; what fails arrives, what
+is wrong is refused."""
 
 import dataclasses
 import functools
@@ -15,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, assert_same, compilations, counted, fit, linear_state, raised, scalar_loss
+from fit_helpers import (
+    EXAMPLES,
+    assert_same,
+    compilations,
+    counted,
+    fit,
+    linear_state,
+    raised,
+    scalar_loss,
+)
 from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, order
 
@@ -56,7 +66,10 @@ def test_steps_cut_and_repeat_epochs_and_microbatches_are_those_of_train_step() 
         assert_same(fit(num_steps=num_steps), tiny.state_after(num_steps))
     found = fit(num_epochs=1, num_microbatches=2)
     assert_same(found, tiny.state_after(5, num_microbatches=2))
-    assert not np.array_equal(found.params["weight"], tiny.state_after(5).params["weight"])  # other noise
+    # Other noise.
+    assert not np.array_equal(
+        found.params["weight"], tiny.state_after(5).params["weight"]
+    )
 
 
 def test_a_second_fit_starts_epochs_of_its_own() -> None:
@@ -64,7 +77,9 @@ def test_a_second_fit_starts_epochs_of_its_own() -> None:
     first, second = tiny.Collate(), tiny.Collate()
     middle = fit(None, examples, num_epochs=2, collate_fn=first)
     expected = tiny.state_after(10, middle, examples)
-    assert_same(fit(middle, examples, num_epochs=2, collate_fn=second, prefetch=0), expected)
+    assert_same(
+        fit(middle, examples, num_epochs=2, collate_fn=second, prefetch=0), expected
+    )
     epochs = [tuple(spy.ids[i : i + 20]) for spy in (first, second) for i in (0, 20)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 4
     assert len(set(epochs)) == 4
@@ -72,7 +87,8 @@ def test_a_second_fit_starts_epochs_of_its_own() -> None:
 
 @pytest.mark.parametrize("stop", [{"num_epochs": 3}, {"num_steps": 6}], ids=str)
 def test_examples_by_epoch(stop: Any) -> None:
-    of_epoch = [EXAMPLES[:8], EXAMPLES[8:21], EXAMPLES[21:] + EXAMPLES[:3]]  # 2, 3 and 1 batches
+    # 2, 3 and 1 batches.
+    of_epoch = [EXAMPLES[:8], EXAMPLES[8:21], EXAMPLES[21:] + EXAMPLES[:3]]
     asked, rows = [], tiny.Rows()
 
     def examples(epoch: int) -> Any:
@@ -93,7 +109,9 @@ def test_donation() -> None:
     tiny.assert_counted(counted(given, num_steps=2), 2)
     assert all(x.is_deleted() for x in jax.tree.leaves(given))
     common: Any = {"collate_fn": tiny.collate, "batch_size": 4}
-    refused = functools.partial(raised, ValueError, match=r"array \w+ has been deleted.*donated.*a copy")
+    refused = functools.partial(
+        raised, ValueError, match=r"array \w+ has been deleted.*donated.*a copy"
+    )
     refused(counted, given)
     refused(rx.evaluate, given, EXAMPLES, loss_fn=tiny.loss_fn, **common)
     refused(rx.predict, given, EXAMPLES, predict_fn=tiny.predict_fn, **common)
@@ -102,9 +120,21 @@ def test_donation() -> None:
 def test_num_train_steps_is_what_fit_takes() -> None:
     for n, num_epochs in ((22, 3), (4, 1)):
         found = counted(examples=EXAMPLES[:n], num_epochs=num_epochs)
-        assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
-    for size, message in ((4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")):
-        raised(ValueError, rx.num_train_steps, 3, batch_size=size, num_epochs=1, match=message)
+        assert int(found.step) == rx.num_train_steps(
+            n, batch_size=4, num_epochs=num_epochs
+        )
+    for size, message in (
+        (4, r"3 examples do not fill a batch of 4"),
+        (0, "batch_size=0"),
+    ):
+        raised(
+            ValueError,
+            rx.num_train_steps,
+            3,
+            batch_size=size,
+            num_epochs=1,
+            match=message,
+        )
 
 
 # Compiled once, and no waiting
@@ -113,10 +143,15 @@ def test_num_train_steps_is_what_fit_takes() -> None:
 def ragged(*lengths: int) -> Any:
     """A `collate_fn` of batches of such widths, and so on."""
     widths = itertools.cycle(lengths)
-    return lambda rows: {"pad": np.zeros((len(rows), next(widths)), np.float32), **tiny.collate(rows)}
+    return lambda rows: {
+        "pad": np.zeros((len(rows), next(widths)), np.float32),
+        **tiny.collate(rows),
+    }
 
 
-def test_a_new_shape_compiles_once_more_and_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_new_shape_compiles_once_more_and_is_told_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     with compilations() as compiled:
         counted(num_steps=6, collate_fn=ragged(3, 5, 4))
     assert compiled.count(tiny.BODY) == 3
@@ -128,13 +163,19 @@ def test_other_metrics_for_another_shape_begin_a_row() -> None:
     """Each step is in exactly one row."""
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        return scalar_loss(model, batch, key), {f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)}
+        return scalar_loss(model, batch, key), {
+            f"by_{batch['pad'].shape[1]}": rx.Mean(1.0, 1.0)
+        }
 
     options: Any = {"loss_fn": loss_fn, "optimizer": tiny.COUNTING, "num_steps": 6}
     options["collate_fn"] = ragged(3, 3, 4, 4, 4, 3)
     with pytest.warns(UserWarning, match="collate_fn: pad"):
-        _, history = tiny.fit_with_history(examples=rx.Data(EXAMPLES, prefetch=0), **options)
-    rows = [(row["step"], [name for name in row if "by_" in name]) for row in history.rows]
+        _, history = tiny.fit_with_history(
+            examples=rx.Data(EXAMPLES, prefetch=0), **options
+        )
+    rows = [
+        (row["step"], [name for name in row if "by_" in name]) for row in history.rows
+    ]
     assert rows == [(2, ["train/by_3"]), (5, ["train/by_4"]), (6, ["train/by_3"])]
 
 
@@ -172,11 +213,22 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
     assert float(jnp.ones(())) == 1  # the ears work
     assert events == ["value"]
     events.clear()
-    fit(state, tiny.make_examples(48), num_epochs=1, log_every=5, loggers=[rows], optimizer=tiny.COUNTING)
-    # The window of steps 1-5 is fetched when step 9 is on its way, and the others at the end.
+    fit(
+        state,
+        tiny.make_examples(48),
+        num_epochs=1,
+        log_every=5,
+        loggers=[rows],
+        optimizer=tiny.COUNTING,
+    )
+    # The window of steps 1-5 is fetched when step 9 is on its way, and the others at
+    # the end.
     loop = events[events.index("batch") :]
-    assert [event for event in loop if event != "flag"] == ["batch"] * 9 + ["get"] + ["batch"] * 3 + ["get"] * 2
-    # And of the step four before, which is over, whether it was finite: while its batch is at hand.
+    assert [event for event in loop if event != "flag"] == ["batch"] * 9 + ["get"] + [
+        "batch"
+    ] * 3 + ["get"] * 2
+    # And of the step four before, which is over, whether it was finite: while its batch
+    # is at hand.
     assert loop.count("flag") == 12
     assert loop[: NUM_AHEAD + 2] == ["batch"] * (NUM_AHEAD + 1) + ["flag"]
     assert [step for step, _ in rows.rows] == [5, 10, 12]
@@ -186,9 +238,14 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_of_collate_fn_loss_fn_and_of_a_logger_arrive() -> None:
-    """With the rows of all steps before it, also of those that were handed to the devices and not looked at."""
+    """With the rows of all steps before it, also of those that were handed to the
+    devices and not looked at."""
     for prefetch in (0, 2):
-        arguments: Any = {"collate_fn": tiny.Collate(7, tiny.fail), "prefetch": prefetch, "log_every": 1}
+        arguments: Any = {
+            "collate_fn": tiny.Collate(7, tiny.fail),
+            "prefetch": prefetch,
+            "log_every": 1,
+        }
         rows = tiny.Rows()
         error = raised(LookupError, counted, loggers=[rows], match="mine", **arguments)
         assert any("batch 1 of epoch 1" in note for note in error.__notes__)
@@ -209,21 +266,41 @@ def test_a_stream_trains_as_its_examples_do() -> None:
         return [EXAMPLES[i] for i in order(22, epoch)]
 
     rows = tiny.Rows()
-    found = fit(None, KINDS["iterable"](EXAMPLES), num_steps=13, log_every=3, loggers=[rows])
+    found = fit(
+        None, KINDS["iterable"](EXAMPLES), num_steps=13, log_every=3, loggers=[rows]
+    )
     assert_same(found, fit(None, rx.Data(of_epoch, shuffle=False), num_steps=13))
-    assert [(step, row["train/epoch"]) for step, row in rows.rows] == [(3, 0), (6, 1), (9, 1), (12, 2), (13, 2)]
+    assert [(step, row["train/epoch"]) for step, row in rows.rows] == [
+        (3, 0),
+        (6, 1),
+        (9, 1),
+        (12, 2),
+        (13, 2),
+    ]
 
 
 def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
     def run(num_steps: int, **options: Any) -> Any:
         checkpoints = rx.Checkpoints(tmp_path, **options)
-        stream, loggers = rx.Stream(Unlike(EXAMPLES)), [rx.ConsoleLogger(progress=False)]
-        return fit(None, stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
+        stream, loggers = (
+            rx.Stream(Unlike(EXAMPLES)),
+            [rx.ConsoleLogger(progress=False)],
+        )
+        return fit(
+            None, stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers
+        )
 
     run(3)
-    raised(ValueError, run, 5, match=r"first 12 items of epoch 0 differ from those read before the save")
+    raised(
+        ValueError,
+        run,
+        5,
+        match=r"first 12 items of epoch 0 differ from those read before the save",
+    )
     assert int(run(5, allow_changes=True).step) == 5
-    assert "from those read before the save: continuing anyway" in capsys.readouterr().err
+    assert (
+        "from those read before the save: continuing anyway" in capsys.readouterr().err
+    )
 
 
 # Places of `batches`, from which your own loop continues
@@ -232,9 +309,15 @@ WIDE = tiny.make_examples(44, dim=8)
 
 
 def test_the_place_goes_on_after_each_batch() -> None:
-    in_batches = rx.Stream(lambda epoch: (WIDE[i : i + 8] for i in range(0, 40, 8)), batched=True)
+    in_batches = rx.Stream(
+        lambda epoch: (WIDE[i : i + 8] for i in range(0, 40, 8)), batched=True
+    )
     for source in (WIDE, rx.Stream(lambda epoch: iter(WIDE)), in_batches):
-        options: Any = {"batch_size": 8, "mesh": rx.make_mesh(data=1), "key": jax.random.key(0)}
+        options: Any = {
+            "batch_size": 8,
+            "mesh": rx.make_mesh(data=1),
+            "key": jax.random.key(0),
+        }
         batches = functools.partial(rx.batches, source, tiny.collate, **options)
         expected = [batch["id"].tolist() for batch in batches(epoch=1)]
         assert len(expected) == 5
@@ -242,10 +325,13 @@ def test_the_place_goes_on_after_each_batch() -> None:
         for num_done in range(5):
             place = json.loads(json.dumps(iterator.place))
             assert (place["epoch"], place["start"]) == (1, num_done)
-            assert [batch["id"].tolist() for batch in batches(**place)] == expected[num_done:]
+            assert [batch["id"].tolist() for batch in batches(**place)] == expected[
+                num_done:
+            ]
             next(iterator, None)
         assert (iterator.place["epoch"], iterator.place["start"]) == (2, 0)
-        for ended in (iterator, batches(epoch=1, start=5)):  # the latter as an earlier version said it
+        # The latter as an earlier version said it.
+        for ended in (iterator, batches(epoch=1, start=5)):
             assert next(ended, None) is None
             assert ended.place == {"epoch": 2, "start": 0}
 
@@ -262,7 +348,9 @@ def test_the_place_stays_after_an_error_and_after_close() -> None:
         raised(KeyError, next, iterator)
 
     for collate, end in ((failing, fail), (np.asarray, Batches.close)):
-        iterator = rx.batches(range(16), collate, batch_size=4, mesh=rx.make_mesh(data=1))
+        iterator = rx.batches(
+            range(16), collate, batch_size=4, mesh=rx.make_mesh(data=1)
+        )
         assert [next(iterator).tolist()[0] for _ in range(2)] == [0, 4]
         end(iterator)
         assert next(iterator, None) is None
@@ -274,26 +362,40 @@ def test_the_place_goes_on_inside_a_tail() -> None:
     options: Any = {"batch_size": 16, "mesh": rx.make_mesh(), "remainder": "split"}
     iterator = rx.batches(range(25), np.asarray, **options)
     assert [len(next(iterator)) for _ in range(2)] == [16, 8]
-    assert [x.tolist() for x in rx.batches(range(25), np.asarray, **options, **iterator.place)] == [[24]]
+    assert [
+        x.tolist()
+        for x in rx.batches(range(25), np.asarray, **options, **iterator.place)
+    ] == [[24]]
 
 
 def test_the_place_in_a_stream_refuses_other_items() -> None:
     """It has a checksum of the items before it. A sequence has no such place."""
 
     def batches(source: Any, **place: Any) -> Any:
-        return rx.batches(source, np.asarray, batch_size=4, mesh=rx.make_mesh(data=1), **place)
+        return rx.batches(
+            source, np.asarray, batch_size=4, mesh=rx.make_mesh(data=1), **place
+        )
 
     iterator = batches(rx.Stream(range(40)))
     for _ in itertools.islice(iterator, 3):
         pass
     place = iterator.place
     iterator.close()
-    assert [batch.tolist()[0] for batch in batches(rx.Stream(range(40)), **place)] == list(range(12, 40, 4))
+    assert [
+        batch.tolist()[0] for batch in batches(rx.Stream(range(40)), **place)
+    ] == list(range(12, 40, 4))
     raised(ValueError, next, batches(rx.Stream(range(1, 41)), **place), match="differ")
-    raised(ValueError, batches, range(40), positions=[[0, 1]], match="positions are those of a Stream")
+    raised(
+        ValueError,
+        batches,
+        range(40),
+        positions=[[0, 1]],
+        match="positions are those of a Stream",
+    )
 
 
-# Input that is refused before anything is compiled, and messages that name the argument to change
+# Input that is refused before anything is compiled, and messages that name the argument
+# to change
 
 TWELVE = tiny.make_examples(12)
 ADAM = optax.adam(1e-2)
@@ -310,7 +412,12 @@ def run(state: Any = None, examples: Any = TWELVE, **arguments: Any) -> Any:
 
 
 def on_eight(batch_size: int = 8, **arguments: Any) -> Any:
-    run(linear_state(mesh=rx.make_mesh()), tiny.make_examples(48), batch_size=batch_size, **arguments)
+    run(
+        linear_state(mesh=rx.make_mesh()),
+        tiny.make_examples(48),
+        batch_size=batch_size,
+        **arguments,
+    )
 
 
 def evaluating(examples: Any = TWELVE, **fields: Any) -> Any:
@@ -340,7 +447,11 @@ def stepping(**changed: Any) -> Any:
 
 
 def alone(call: Any, examples: Any, batch_size: int) -> Any:
-    functions = {"loss_fn" if call is rx.evaluate else "predict_fn": lambda model, batch, key: batch["x"][:3]}
+    functions = {
+        "loss_fn" if call is rx.evaluate else "predict_fn": lambda model, batch, key: (
+            batch["x"][:3]
+        )
+    }
     common: Any = {"collate_fn": tiny.collate, "batch_size": batch_size, **functions}
     return call(linear_state(mesh=rx.make_mesh()), examples, **common)
 
@@ -348,17 +459,23 @@ def alone(call: Any, examples: Any, batch_size: int) -> Any:
 def half_trained() -> Any:
     """Adam's state over the weight alone, in a state that trains the bias too."""
     state = linear_state(ADAM)
-    half = rx.init_state(state.model, ADAM, key=jax.random.key(1), trainable=lambda x: x.ndim == 2)
+    half = rx.init_state(
+        state.model, ADAM, key=jax.random.key(1), trainable=lambda x: x.ndim == 2
+    )
     return dataclasses.replace(state, opt_state=half.opt_state)
 
 
 def explicit_axes() -> Any:
     whole = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
-    return rx.init_state(jax.device_put(linear_state().model, whole), tiny.SGD, key=jax.random.key(1))
+    return rx.init_state(
+        jax.device_put(linear_state().model, whole), tiny.SGD, key=jax.random.key(1)
+    )
 
 
 def nothing_trainable() -> Any:
-    return rx.init_state(linear_state().model, key=jax.random.key(1), trainable=lambda x: False)
+    return rx.init_state(
+        linear_state().model, key=jax.random.key(1), trainable=lambda x: False
+    )
 
 
 def generator() -> Any:
@@ -369,7 +486,11 @@ WEIGHT, BIAS = jnp.ones((2, 2)), jnp.ones(2)
 OTHERS = rx.Evaluation(tiny.make_examples(48), batch_size=12)
 
 OTHER_STATE = r"at opt_state\.\S+ it keeps .*, but the state holds"
-UNFIT = (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2, mu_dtype=jnp.bfloat16), optax.chain(ADAM, ADAM))
+UNFIT = (
+    optax.sgd(0.1, momentum=0.9),
+    optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    optax.chain(ADAM, ADAM),
+)
 
 # (call, what its message says): a `ValueError`
 REFUSED: list[tuple[Any, str]] = [
@@ -377,77 +498,179 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: run(num_steps=2), r"num_epochs=1, num_steps=2, but exactly one"),
     (lambda: run(num_epochs=None), r"num_epochs=None, num_steps=None, but exactly one"),
     (lambda: run(num_epochs=0), r"num_epochs=0, but it must be positive"),
-    (lambda: run(num_epochs=None, num_steps=0), r"num_steps=0, but it must be positive"),
+    (
+        lambda: run(num_epochs=None, num_steps=0),
+        r"num_steps=0, but it must be positive",
+    ),
     (lambda: run(log_every=0), r"log_every=0, but it must be positive"),
-    (lambda: run(examples=rx.Stream(TWELVE)), r"num_epochs=1, but train_examples is a Stream.*num_steps="),
+    (
+        lambda: run(examples=rx.Stream(TWELVE)),
+        r"num_epochs=1, but train_examples is a Stream.*num_steps=",
+    ),
     (lambda: run(step_timeout_seconds=0.0), r"step_timeout_seconds=0"),
     # Batch sizes
-    (lambda: on_eight(12), r"fit: batch_size=12 must be a positive multiple of 8, the number of data shards"),
-    (lambda: on_eight(num_microbatches=2), r"num_microbatches=2 times 8, the number of data shards"),
+    (
+        lambda: on_eight(12),
+        r"fit: batch_size=12 must be a positive multiple of 8, "
+        r"the number of data shards",
+    ),
+    (
+        lambda: on_eight(num_microbatches=2),
+        r"num_microbatches=2 times 8, the number of data shards",
+    ),
     (lambda: run(num_microbatches=0), r"num_microbatches=0, but it must be"),
-    (lambda: on_eight(evaluation=OTHERS), r"batches: batch_size=12 must be a positive multiple of 8, the"),
+    (
+        lambda: on_eight(evaluation=OTHERS),
+        r"batches: batch_size=12 must be a positive multiple of 8, the",
+    ),
     (lambda: evaluating(batch_size=0), r"Evaluation: batch_size=0, but"),
     # Examples
     (lambda: run(examples=lambda epoch: []), r"examples is empty"),
     (lambda: evaluating([]), r"(?s)is empty.*the evaluation"),
     # Evaluation
     (lambda: evaluating(every_steps=0), r"Evaluation: every_steps=0, but it"),
-    (lambda: evaluating(predict_fn=None, metric_fn=lambda x, y: {}), r"metric_fn needs predict_fn"),
-    (lambda: evaluating(predict_fn=None, predictions_directory="no"), r"predictions_directory needs predict"),
-    (lambda: evaluating(predict_fn=None, output_fn=lambda x, y: 0), r"output_fn needs predict_fn"),
+    (
+        lambda: evaluating(predict_fn=None, metric_fn=lambda x, y: {}),
+        r"metric_fn needs predict_fn",
+    ),
+    (
+        lambda: evaluating(predict_fn=None, predictions_directory="no"),
+        r"predictions_directory needs predict",
+    ),
+    (
+        lambda: evaluating(predict_fn=None, output_fn=lambda x, y: 0),
+        r"output_fn needs predict_fn",
+    ),
     (lambda: alone(rx.evaluate, [], 8), r"examples is empty"),
     (lambda: alone(rx.predict, [], 8), r"examples is empty"),
-    (lambda: alone(rx.evaluate, WIDE, 12), r"batch_size=12 must be a positive multiple of 8"),
-    (lambda: alone(rx.predict, WIDE, 12), r"batch_size=12 must be a positive multiple of 8"),
-    (lambda: alone(rx.evaluate, tiny.make_examples(16), 8), r"the loss must be a scalar.*\(3, 2\)"),
-    (lambda: alone(rx.predict, tiny.make_examples(16), 8), r"output array has shape \(3, 2\), .* 8"),
+    (
+        lambda: alone(rx.evaluate, WIDE, 12),
+        r"batch_size=12 must be a positive multiple of 8",
+    ),
+    (
+        lambda: alone(rx.predict, WIDE, 12),
+        r"batch_size=12 must be a positive multiple of 8",
+    ),
+    (
+        lambda: alone(rx.evaluate, tiny.make_examples(16), 8),
+        r"the loss must be a scalar.*\(3, 2\)",
+    ),
+    (
+        lambda: alone(rx.predict, tiny.make_examples(16), 8),
+        r"output array has shape \(3, 2\), .* 8",
+    ),
     # Functions
     (lambda: collating(y=np.zeros((3, 2))), r"leaf 'y' is float64\[3,2\], .*must be 4"),
-    (lambda: run(loss_fn=lambda m, b, k: b["x"]), r"the loss must be a scalar.*\(4, 2\)\. Sum it"),
+    (
+        lambda: run(loss_fn=lambda m, b, k: b["x"]),
+        r"the loss must be a scalar.*\(4, 2\)\. Sum it",
+    ),
     # The state
     (lambda: run(explicit_axes()), r"\('data',\) are not of AxisType\.Auto.*make_mesh"),
     (lambda: run(nothing_trainable()), r"no trainable leaf.*`trainable`"),
-    (lambda: run(optimizer=ADAM), r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState"),
-    (lambda: run(half_trained(), optimizer=ADAM), r"mu\.bias it keeps float32\[2\], .* holds nothing.*given"),
-    *((functools.partial(run, linear_state(ADAM), optimizer=x), OTHER_STATE) for x in UNFIT),
+    (
+        lambda: run(optimizer=ADAM),
+        r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState",
+    ),
+    (
+        lambda: run(half_trained(), optimizer=ADAM),
+        r"mu\.bias it keeps float32\[2\], .* holds nothing.*given",
+    ),
+    *(
+        (functools.partial(run, linear_state(ADAM), optimizer=x), OTHER_STATE)
+        for x in UNFIT
+    ),
     # A custom step
-    (lambda: guarding(lambda state, batch: (state, {"error": 1.0})), r"a dict that has a 'loss'.*\['error'\]"),
-    (lambda: guarding(lambda state, batch: (state, None)), r"must return \(state, metrics\).*NoneType"),
-    (lambda: guarding(lambda state, batch: (state, {"loss": BIAS})), r"the metric 'loss' must be a scalar"),
-    (lambda: guarding(lambda state, batch: (state.params, {"loss": 1.0})), r"but the state is a dict"),
-    (lambda: stepping(params={"bias": jnp.ones(3), "weight": WEIGHT}), r"params\.bias .* became float32\[3\]"),
-    (lambda: stepping(model_state={"mean": BIAS}), r"model_state\.mean was missing and became float32\[2\]"),
+    (
+        lambda: guarding(lambda state, batch: (state, {"error": 1.0})),
+        r"a dict that has a 'loss'.*\['error'\]",
+    ),
+    (
+        lambda: guarding(lambda state, batch: (state, None)),
+        r"must return \(state, metrics\).*NoneType",
+    ),
+    (
+        lambda: guarding(lambda state, batch: (state, {"loss": BIAS})),
+        r"the metric 'loss' must be a scalar",
+    ),
+    (
+        lambda: guarding(lambda state, batch: (state.params, {"loss": 1.0})),
+        r"but the state is a dict",
+    ),
+    (
+        lambda: stepping(params={"bias": jnp.ones(3), "weight": WEIGHT}),
+        r"params\.bias .* became float32\[3\]",
+    ),
+    (
+        lambda: stepping(model_state={"mean": BIAS}),
+        r"model_state\.mean was missing and became float32\[2\]",
+    ),
 ]
 
 OF_ANOTHER_TYPE: list[tuple[Any, str]] = [
     (lambda: run(examples=generator()), r"examples is a generator.*list.*rx.Stream"),
-    (lambda: evaluating(rx.Stream(TWELVE)), r"Evaluation: examples is a Stream, .*list\(stream\)"),
-    (lambda: alone(rx.evaluate, rx.Stream(WIDE), 8), r"evaluate: examples is a Stream, .*list\(stream\)"),
-    (lambda: alone(rx.predict, rx.Stream(WIDE), 8), r"predict: examples is a Stream, .*list\(stream\)"),
-    (lambda: evaluating(generator()), r"Evaluation: examples is a generator.*list\(\.\.\.\)"),
+    (
+        lambda: evaluating(rx.Stream(TWELVE)),
+        r"Evaluation: examples is a Stream, .*list\(stream\)",
+    ),
+    (
+        lambda: alone(rx.evaluate, rx.Stream(WIDE), 8),
+        r"evaluate: examples is a Stream, .*list\(stream\)",
+    ),
+    (
+        lambda: alone(rx.predict, rx.Stream(WIDE), 8),
+        r"predict: examples is a Stream, .*list\(stream\)",
+    ),
+    (
+        lambda: evaluating(generator()),
+        r"Evaluation: examples is a generator.*list\(\.\.\.\)",
+    ),
     (lambda: collating(n=4), r"leaf 'n' is a int, but must be a NumPy array"),
-    (lambda: evaluating(state_fn=lambda state: state.params), r"state_fn returns must be a TrainState"),
+    (
+        lambda: evaluating(state_fn=lambda state: state.params),
+        r"state_fn returns must be a TrainState",
+    ),
 ]
 
 # These come after the loss of one batch.
 REFUSED_IN_EVALUATION: list[tuple[Any, str]] = [
-    (lambda: evaluating(predict_fn=scalar_loss), r"predict_fn's output array has shape \(\), .*batch's, 4"),
-    (lambda: metrics({"score": "0.5"}), r"metric_fn: 'score' is '0.5' \(str\), but a metric is one num"),
+    (
+        lambda: evaluating(predict_fn=scalar_loss),
+        r"predict_fn's output array has shape \(\), .*batch's, 4",
+    ),
+    (
+        lambda: metrics({"score": "0.5"}),
+        r"metric_fn: 'score' is '0.5' \(str\), but a metric is one num",
+    ),
     (lambda: metrics({"score": np.ones(1)}), r"'score' is array\(\[1.\]\) \(ndarray\)"),
-    (lambda: metrics({"score": jnp.ones(2)}), r"'score' is Array\(.*but a metric is one number"),
+    (
+        lambda: metrics({"score": jnp.ones(2)}),
+        r"'score' is Array\(.*but a metric is one number",
+    ),
     (lambda: metrics({"score": None}), r"'score' is None \(NoneType\)"),
-    (lambda: metrics({"score": [[1.0], [1.0, 2.0]]}), r"'score' is \[\[1.0\], .* \(list\)"),
+    (
+        lambda: metrics({"score": [[1.0], [1.0, 2.0]]}),
+        r"'score' is \[\[1.0\], .* \(list\)",
+    ),
     (lambda: metrics({"score": 1j}), r"'score' is 1j \(complex\)"),
-    (lambda: metrics(0.5), r"metric_fn must return a dict of numbers by name, but returned a float"),
+    (
+        lambda: metrics(0.5),
+        r"metric_fn must return a dict of numbers by name, but returned a float",
+    ),
     (lambda: metrics({"plain": 1.0}), r"loss_fn already reports a metric 'plain'"),
 ]
 
 
-@pytest.mark.parametrize("cases", [REFUSED, OF_ANOTHER_TYPE, REFUSED_IN_EVALUATION], ids=len)
-def test_refused_before_compilation(cases: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "cases", [REFUSED, OF_ANOTHER_TYPE, REFUSED_IN_EVALUATION], ids=len
+)
+def test_refused_before_compilation(
+    cases: Any, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
     exception = TypeError if cases is OF_ANOTHER_TYPE else ValueError
     unheard = {tiny.BODY} if cases is REFUSED_IN_EVALUATION else {tiny.BODY, tiny.STEP}
-    # The annotations would refuse some of it first, but only under the tests' type checker.
+    # The annotations would refuse some of it first, but only under the tests' type
+    # checker.
     monkeypatch.setattr(rx, "fit", inspect.unwrap(rx.fit))
     monkeypatch.chdir(tmp_path)
     for call, message in cases:

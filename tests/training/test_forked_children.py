@@ -1,4 +1,5 @@
-"""Forked children leave to their parent what belongs to it: its directory, its checkpoints, its connections."""
+"""Forked children leave to their parent what belongs to it: its directory, its
+checkpoints, its connections."""
 
 import json
 import pathlib
@@ -13,7 +14,11 @@ import fit_helpers as tiny
 import redco_eqx as rx
 
 directory, way, exit = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-EXITS = {"error": "raise ValueError()", "sys.exit": "sys.exit(3)", "Ctrl-C": "raise KeyboardInterrupt"}
+EXITS = {
+    "error": "raise ValueError()",
+    "sys.exit": "sys.exit(3)",
+    "Ctrl-C": "raise KeyboardInterrupt",
+}
 parent, seen = os.getpid(), []
 
 def fork():
@@ -26,11 +31,13 @@ def fork():
                 os._exit(len(list(directory.glob("[0-9]*"))))
         exec(EXITS[exit])
     _, status = os.waitpid(child, 0)
-    seen.append([os.waitstatus_to_exitcode(status), sorted(x.name for x in directory.iterdir())])
+    files = sorted(x.name for x in directory.iterdir())
+    seen.append([os.waitstatus_to_exitcode(status), files])
 
 def collate(examples):
-    if way == "collate_fn" and os.getpid() == parent and len(seen) == 0 and len(examples) == 4:
-        fork()
+    if way == "collate_fn" and os.getpid() == parent:
+        if len(seen) == 0 and len(examples) == 4:
+            fork()
     return tiny.collate(examples)
 
 def hook(run, row, state):
@@ -47,7 +54,8 @@ try:
         tiny.counted(state, rx.Checkpoints(directory, every_steps=2), **options)
 except BaseException:
     if os.getpid() != parent:
-        weakref.finalize._exitfunc()  # as Python does at its end, where JAX does not survive a fork
+        # As Python does at its end, where JAX does not survive a fork.
+        weakref.finalize._exitfunc()
         os._exit(7)
     raise
 print(json.dumps([seen, sorted(x.name for x in directory.iterdir())]))
@@ -77,8 +85,12 @@ def test_a_child_that_leaves_through_fit_leaves_the_directory_to_its_parent(
     assert [x for x in after if x.isdigit()] == ([] if way == "writer" else ["4", "5"])
 
 
-def test_a_child_saves_nothing_in_the_directory_of_its_parent(tmp_path: pathlib.Path) -> None:
-    child = python(FORKING, tmp_path / "run", "writer", "save", env={"JAX_PLATFORMS": "cpu"})
+def test_a_child_saves_nothing_in_the_directory_of_its_parent(
+    tmp_path: pathlib.Path,
+) -> None:
+    child = python(
+        FORKING, tmp_path / "run", "writer", "save", env={"JAX_PLATFORMS": "cpu"}
+    )
     out, errors = child.communicate(timeout=100)
     assert child.returncode == 0, errors
     [[num_saved, during]], _ = json.loads(out.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""A live writer, another run, other examples and other functions are not taken for those of a directory."""
+"""A live writer, another run, other examples and other functions are not taken for
+those of a directory."""
 
 import contextlib
 import dataclasses
@@ -22,7 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, full_disk, linear_state, python, raised
+from fit_helpers import (
+    EXAMPLES,
+    SGD,
+    Collate,
+    assert_same,
+    counted,
+    full_disk,
+    linear_state,
+    python,
+    raised,
+)
 
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import program_digest
@@ -52,9 +63,16 @@ def child(tmp_path: pathlib.Path) -> Any:
     process.wait()
 
 
-def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_path: pathlib.Path) -> None:
+def test_a_live_process_is_named_and_a_killed_one_is_taken_over(
+    child: Any, tmp_path: pathlib.Path
+) -> None:
     before = (tmp_path / OWNER).read_bytes()
-    raised(rx.errors.CheckpointError, Owner, tmp_path, match=f"{tmp_path} is in use: process {child.pid} on ")
+    raised(
+        rx.errors.CheckpointError,
+        Owner,
+        tmp_path,
+        match=f"{tmp_path} is in use: process {child.pid} on ",
+    )
     assert (tmp_path / OWNER).read_bytes() == before
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -64,8 +82,11 @@ def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_
     taken.release()
 
 
-def test_who_ends_while_another_waits_makes_room(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # so that the first is not taken for this process
+def test_who_ends_while_another_waits_makes_room(
+    tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    # So that the first is not taken for this process.
+    monkeypatch.setattr(os, "getpid", lambda: 1)
     first = Owner(tmp_path)
     monkeypatch.undo()
     threading.Timer(0.5, first.release).start()
@@ -74,8 +95,11 @@ def test_who_ends_while_another_waits_makes_room(tmp_path: pathlib.Path, monkeyp
 
 
 @pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
-def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_path, monkeypatch) -> None:
-    """No lock of the other is seen here, as on a file system that does not pass it on."""
+def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(
+    is_alive, tmp_path, monkeypatch
+) -> None:
+    """No lock of the other is seen here, as on a file system that does not pass it
+    on."""
     monkeypatch.setattr(owner, "_WATCH_SECONDS", 2.0)
     file, done = tmp_path / OWNER, threading.Event()
 
@@ -88,7 +112,12 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(is_alive, tmp_
         with ThreadPoolExecutor(1) as thread:
             thread.submit(touch_on)
             try:
-                raised(rx.errors.CheckpointError, Owner, tmp_path, match="process 1 on elsewhere is writing")
+                raised(
+                    rx.errors.CheckpointError,
+                    Owner,
+                    tmp_path,
+                    match="process 1 on elsewhere is writing",
+                )
             finally:
                 done.set()  # the thread would never end
     else:
@@ -117,7 +146,9 @@ def test_a_torn_file_has_no_owner(tmp_path: pathlib.Path) -> None:
 
 def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -> None:
     writer: Any = rx.Checkpoints(tmp_path).open()
-    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: this very process"):
+    with pytest.raises(
+        rx.errors.CheckpointError, match=f"{tmp_path} is in use: this very process"
+    ):
         rx.Checkpoints(tmp_path).open()
     del writer
     rx.Checkpoints(tmp_path).open().close()
@@ -134,7 +165,8 @@ def open_files(directory: pathlib.Path) -> list[int]:
 
 
 def test_a_live_owner_holds_no_file_open_for_writing(tmp_path: pathlib.Path) -> None:
-    """Or a file system could not be made read-only, nor unmounted once a run has failed on a full disk."""
+    """Or a file system could not be made read-only, nor unmounted once a run has failed
+    on a full disk."""
     owner = Owner(tmp_path)
     assert [flags & os.O_ACCMODE for flags in open_files(tmp_path)] == [os.O_RDONLY]
     with full_disk(8):
@@ -143,7 +175,8 @@ def test_a_live_owner_holds_no_file_open_for_writing(tmp_path: pathlib.Path) -> 
     Owner(tmp_path).release()
 
 
-# The identity of a run: another run, other examples and other functions are not taken for it.
+# The identity of a run: another run, other examples and other functions are not taken
+# for it.
 
 fit = functools.partial(tiny.fit, num_steps=10)
 
@@ -164,7 +197,9 @@ def content_of(directory: pathlib.Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
-def refused(directory: pathlib.Path, message: str, examples: Any = EXAMPLES, state: Any = None) -> None:
+def refused(
+    directory: pathlib.Path, message: str, examples: Any = EXAMPLES, state: Any = None
+) -> None:
     before = content_of(directory)
     state = state or linear_state()
     raised(ValueError, fit, state, examples, checkpoints=directory, match=message)
@@ -172,17 +207,23 @@ def refused(directory: pathlib.Path, message: str, examples: Any = EXAMPLES, sta
     assert not state.params["weight"].is_deleted()
 
 
-def test_other_examples_and_another_order_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_other_examples_and_another_order_are_refused_by_name(
+    tmp_path: pathlib.Path,
+) -> None:
     begun(tmp_path)
     swapped = [EXAMPLES[i] for i in (0, 1, 2, 4, 3, *range(5, 22))]
-    refused(tmp_path, r"it has another order of the examples: train_examples\[3\]", swapped)
+    refused(
+        tmp_path, r"it has another order of the examples: train_examples\[3\]", swapped
+    )
     other = [*EXAMPLES[:7], {**EXAMPLES[7], "y": EXAMPLES[7]["y"] + 1}, *EXAMPLES[8:]]
     refused(tmp_path, r"it has another example: train_examples\[7\]", other)
     assert_same(fit(checkpoints=tmp_path), fit())
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"tensor": 2}], ids=["one", "tensor"])
-def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path) -> None:
+def test_a_run_that_began_otherwise_is_refused(
+    mesh: Any, tmp_path: pathlib.Path
+) -> None:
     """With weights of the same direction, or another key; unless it is allowed."""
 
     def state(factor: float = 1.0, key: int = 1) -> Any:
@@ -203,27 +244,52 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
         message = rf"is a different one: it has {what}\. To begin a new run"
         raised(ValueError, run, begin, tmp_path, match=message)
         assert_same(begin, state(**other))  # nothing was taken over
-    assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)  # another compiler's last bits
-    assert_same(run(state(key=7), rx.Checkpoints(tmp_path, allow_changes=True)), expected)
+    # Another compiler's last bits.
+    assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)
+    assert_same(
+        run(state(key=7), rx.Checkpoints(tmp_path, allow_changes=True)), expected
+    )
 
 
-def test_the_state_of_another_run_at_the_same_step_is_refused(tmp_path: pathlib.Path) -> None:
+def test_the_state_of_another_run_at_the_same_step_is_refused(
+    tmp_path: pathlib.Path,
+) -> None:
     begun(tmp_path / "a")
     begin = linear_state()
-    begun(tmp_path / "b", dataclasses.replace(begin, params={name: -x for name, x in begin.params.items()}))
+    begun(
+        tmp_path / "b",
+        dataclasses.replace(
+            begin, params={name: -x for name, x in begin.params.items()}
+        ),
+    )
     other, own = (rx.restore(tmp_path / name, linear_state()) for name in ("b", "a"))
     assert int(own.step) == int(other.step) == 4
-    refused(tmp_path / "a", r"the state is at step 4, but is not the one that .*a/4 holds: model/", state=other)
+    refused(
+        tmp_path / "a",
+        r"the state is at step 4, but is not the one that .*a/4 holds: model/",
+        state=other,
+    )
     assert_same(fit(own, checkpoints=tmp_path / "a"), fit())
 
 
-def test_another_run_that_is_alive_is_refused_and_loses_nothing(tmp_path: pathlib.Path) -> None:
+def test_another_run_that_is_alive_is_refused_and_loses_nothing(
+    tmp_path: pathlib.Path,
+) -> None:
     seen = []
 
     def nested(run: Any, row: Any, state: Any) -> None:
         if run.step == 2:
-            for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.save(tmp_path, state)):
-                seen.append(raised(rx.errors.CheckpointError, act, match="is in use: this very process"))
+            for act in (
+                lambda: fit(checkpoints=tmp_path),
+                lambda: rx.save(tmp_path, state),
+            ):
+                seen.append(
+                    raised(
+                        rx.errors.CheckpointError,
+                        act,
+                        match="is in use: this very process",
+                    )
+                )
 
     state, expected = fit(log_every=1, hook=nested, checkpoints=tmp_path), fit()
     assert len(seen) == 2
@@ -242,25 +308,39 @@ SLOW = optax.sgd(0.01)
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"loss_fn": doubled_loss, "optimizer": SLOW}, ["fit: loss_fn and optimizer of this call compute"]),
+        (
+            {"loss_fn": doubled_loss, "optimizer": SLOW},
+            ["fit: loss_fn and optimizer of this call compute"],
+        ),
         ({"optimizer": SLOW}, ["fit: optimizer of this call computes"]),
-        ({"loss_fn": lambda model, batch, key: tiny.loss_fn(model, batch, key)}, []),  # of another name
+        # Of another name.
+        ({"loss_fn": lambda model, batch, key: tiny.loss_fn(model, batch, key)}, []),
     ],
 )
-def test_functions_that_compute_something_else_are_named_once(changed, expected, tmp_path, recwarn) -> None:
+def test_functions_that_compute_something_else_are_named_once(
+    changed, expected, tmp_path, recwarn
+) -> None:
     begun(tmp_path)
     for _ in range(2):  # then they are those of the run
         fit(checkpoints=tmp_path, **changed)
-    said = [str(w.message) for w in recwarn if "something different from the run so far" in str(w.message)]
+    said = [
+        str(w.message)
+        for w in recwarn
+        if "something different from the run so far" in str(w.message)
+    ]
     assert [text.partition(" something")[0] for text in said] == expected
 
 
-def test_the_learning_rate_of_a_state_counts(tmp_path: pathlib.Path, recwarn: Any) -> None:
+def test_the_learning_rate_of_a_state_counts(
+    tmp_path: pathlib.Path, recwarn: Any
+) -> None:
     slow, fast = (optax.inject_hyperparams(optax.sgd)(rate) for rate in (0.01, 0.1))
     begun(tmp_path, linear_state(slow), optimizer=slow)
     fit(linear_state(fast), checkpoints=tmp_path, optimizer=fast)
     said = [str(w.message) for w in recwarn if "fit: " in str(w.message)]
-    assert [("hyperparams.learning_rate is 0.01, not 0.1" in text) for text in said] == [True]
+    assert [
+        ("hyperparams.learning_rate is 0.01, not 0.1" in text) for text in said
+    ] == [True]
 
 
 class Augmented:
@@ -275,10 +355,15 @@ class Augmented:
 
     def __getitem__(self, index: int) -> Any:
         noise = self.own.normal() + np.random.normal() + self.plain.random()
-        return {**EXAMPLES[index], "x": (EXAMPLES[index]["x"] + noise).astype(np.float32)}
+        return {
+            **EXAMPLES[index],
+            "x": (EXAMPLES[index]["x"] + noise).astype(np.float32),
+        }
 
 
-def test_random_examples_are_left_out_which_is_said_once(tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_random_examples_are_left_out_which_is_said_once(
+    tmp_path: pathlib.Path, capsys: Any
+) -> None:
     def trained(**arguments: Any) -> Any:
         np.random.seed(5)
         return fit(None, Augmented(), prefetch=0, loggers=None, **arguments)
@@ -286,7 +371,12 @@ def test_random_examples_are_left_out_which_is_said_once(tmp_path: pathlib.Path,
     trained()
     assert "change from one reading" not in capsys.readouterr().err
     trained(checkpoints=tmp_path)
-    assert capsys.readouterr().err.count("train_examples change from one reading to the next") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "train_examples change from one reading to the next"
+        )
+        == 1
+    )
     trained(checkpoints=tmp_path)
 
 
@@ -298,7 +388,8 @@ def digests() -> Any:
 TRACE = """
 import jax, jax.numpy as jnp
 for i in range(3):  # other work before, which fills JAX's caches in another order
-    jax.make_jaxpr(lambda x: jax.nn.gelu(jnp.where(x > i, jax.nn.relu(x), 0)))(jnp.ones(i + 1))
+    other = lambda x: jax.nn.gelu(jnp.where(x > i, jax.nn.relu(x), 0))
+    jax.make_jaxpr(other)(jnp.ones(i + 1))
 from training.test_identity import digests
 print(digests())
 """
@@ -332,31 +423,49 @@ def test_a_function_that_cannot_be_traced_on_one_device_has_no_digest() -> None:
         return jnp.mean(batch["x"].reshape(3, -1))  # of 8 rows
 
     batch = {"x": np.ones((6, 1), np.float32)}
-    assert programs_of(linear_state(), batch, loss_fn=loss, optimizer=SGD)["loss_fn"] == ""
+    assert (
+        programs_of(linear_state(), batch, loss_fn=loss, optimizer=SGD)["loss_fn"] == ""
+    )
 
 
 def test_copies_that_differ_are_found() -> None:
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
     over_all = jax.P(("data", "fsdp"), "tensor")
-    specs = (jax.P(), jax.P("tensor"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor")), over_all)
-    arrays = {str(spec): jax.device_put(whole, jax.NamedSharding(mesh, spec)) for spec in specs}
+    specs = (
+        jax.P(),
+        jax.P("tensor"),
+        jax.P(None, "fsdp"),
+        jax.P(("fsdp", "tensor")),
+        over_all,
+    )
+    arrays = {
+        str(spec): jax.device_put(whole, jax.NamedSharding(mesh, spec))
+        for spec in specs
+    }
     clocks = {"train/slowest_process": 0, "train/slowest_by_seconds": 0.0}
     assert compare_copies(arrays, "", 1.5)() == clocks
     for name, x in arrays.items():
         pieces = [np.array(shard.data) for shard in x.addressable_shards]
-        pieces[5].flat[-1] += 2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
-        placed = [jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)]
+        pieces[5].flat[-1] += (
+            2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
+        )
+        placed = [
+            jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)
+        ]
         odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
         wait = compare_copies({**arrays, name: odd}, "mine")
         if name == str(over_all):  # of which each device has its own piece
             assert wait() == clocks
         else:
-            raised(ValueError, wait, match=rf"^{re.escape(name)} should be the same .*mine")
+            raised(
+                ValueError, wait, match=rf"^{re.escape(name)} should be the same .*mine"
+            )
 
 
 def rewrite(directory: pathlib.Path, change: Any) -> None:
-    """Changes the record of the newest checkpoint, as another version would have written it."""
+    """Changes the record of the newest checkpoint, as another version would have
+    written it."""
     (record,) = rx.list_checkpoints(directory)[-1].path.rglob("record.json")
     content = json.loads(record.read_text())["content"]
     change(content)
@@ -367,26 +476,42 @@ def rewrite(directory: pathlib.Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda content: content.update(format=7), r"its format is 7, but this version reads 2"),
-        (lambda content: content["run"].update(colour=1), "unexpected keyword argument"),
+        (
+            lambda content: content.update(format=7),
+            r"its format is 7, but this version reads 2",
+        ),
+        (
+            lambda content: content["run"].update(colour=1),
+            "unexpected keyword argument",
+        ),
         (lambda content: content.update(hue=2), "unexpected keyword argument"),
     ],
 )
-def test_another_version_is_an_error_of_its_own_that_touches_nothing(change, what, tmp_path) -> None:
+def test_another_version_is_an_error_of_its_own_that_touches_nothing(
+    change, what, tmp_path
+) -> None:
     begun(tmp_path, checkpoints=rx.Checkpoints(tmp_path, every_steps=2))
     rewrite(tmp_path, change)
     before = content_of(tmp_path)
     message = f"was written by another version of redco_eqx .*{what}"
-    for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.restore(tmp_path, linear_state())):
+    for act in (
+        lambda: fit(checkpoints=tmp_path),
+        lambda: rx.restore(tmp_path, linear_state()),
+    ):
         raised(rx.errors.CheckpointFormatError, act, match=message)
     with pytest.warns(UserWarning, match=f"{message}.*left out"):
         assert [info.step for info in rx.list_checkpoints(tmp_path)] == [2]
     assert content_of(tmp_path) == before
 
 
-def test_a_checkpoint_that_does_not_say_how_its_run_began_is_taken(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_that_does_not_say_how_its_run_began_is_taken(
+    tmp_path: pathlib.Path,
+) -> None:
     counted(None, rx.Checkpoints(tmp_path), num_steps=4)
-    rewrite(tmp_path, lambda content: [content["run"].pop(name) for name in ("identity", "id")])
+    rewrite(
+        tmp_path,
+        lambda content: [content["run"].pop(name) for name in ("identity", "id")],
+    )
     spy = Collate()
     tiny.assert_counted(counted(None, rx.Checkpoints(tmp_path), collate_fn=spy), 12)
     assert len(spy.ids) == 4 * 8

@@ -1,4 +1,5 @@
-"""`fit` with checkpoints: interrupted and resumed equals uninterrupted, and nothing is lost."""
+"""`fit` with checkpoints: interrupted and resumed equals uninterrupted, and nothing is
+lost."""
 
 import contextlib
 import dataclasses
@@ -16,7 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, SGD, Collate, assert_counted, assert_same, counted, fit, linear_state, raised
+from fit_helpers import (
+    EXAMPLES,
+    SGD,
+    Collate,
+    assert_counted,
+    assert_same,
+    counted,
+    fit,
+    linear_state,
+    raised,
+)
 from helpers import assert_close, assert_same_layout
 from stream_sources import KINDS
 
@@ -24,9 +35,13 @@ import redco_eqx as rx
 from redco_eqx._data import streams
 
 
-def interrupted(state: Any, checkpoints: Any, call: Any = counted, **arguments: Any) -> Any:
+def interrupted(
+    state: Any, checkpoints: Any, call: Any = counted, **arguments: Any
+) -> Any:
     """The error of a run that a signal ends."""
-    return raised(rx.errors.TrainingInterrupted, call, state, checkpoints=checkpoints, **arguments)
+    return raised(
+        rx.errors.TrainingInterrupted, call, state, checkpoints=checkpoints, **arguments
+    )
 
 
 class Killed(BaseException):
@@ -45,7 +60,11 @@ def on_a_mesh() -> Any:
     optimizer, examples = optax.adam(1e-2), tiny.make_examples(44, dim=8)
     evaluation = rx.Evaluation(examples[:8], every_steps=4)
     sizes = {"batch_size": 8, "num_microbatches": 2, "num_epochs": 3}
-    functions: Any = {"loss_fn": tiny.dropout_loss, "optimizer": optimizer, "evaluation": evaluation}
+    functions: Any = {
+        "loss_fn": tiny.dropout_loss,
+        "optimizer": optimizer,
+        "evaluation": evaluation,
+    }
     return tiny.mlp_state(optimizer), examples, {**functions, **sizes}
 
 
@@ -53,22 +72,36 @@ def with_a_hook() -> Any:
     """That ends the run, by the row and by the evaluations so far."""
 
     def hook(run: Any, row: Any, state: Any) -> Any:
-        return run.num_steps >= 14 and "train/loss" in row and [x["step"] for x in run.evaluations] == [6, 12]
+        return (
+            run.num_steps >= 14
+            and "train/loss" in row
+            and [x["step"] for x in run.evaluations] == [6, 12]
+        )
 
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=6)
-    return linear_state(), EXAMPLES, {"num_steps": 20, "hook": hook, "evaluation": evaluation}
+    return (
+        linear_state(),
+        EXAMPLES,
+        {"num_steps": 20, "hook": hook, "evaluation": evaluation},
+    )
 
 
 def of_a_stream(kind: str) -> Any:
-    """Made ahead by a thread: the stop comes when more has been read than was trained on."""
+    """Made ahead by a thread: the stop comes when more has been read than was trained
+    on."""
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=50, predict_fn=tiny.predict_fn)
     stream = KINDS[kind](EXAMPLES, prefetch=2)
-    return linear_state(), stream, {"num_steps": 13, "evaluation": evaluation, "prefetch": None}
+    return (
+        linear_state(),
+        stream,
+        {"num_steps": 13, "evaluation": evaluation, "prefetch": None},
+    )
 
 
 # The run, its number of steps, and the call of `collate_fn` at which it is interrupted.
 RUNS: dict[str, tuple[Any, int, int]] = {
-    "mesh, edge of an epoch": (on_a_mesh, 15, 1 + 5 + 1),  # one call before training, and one an evaluation
+    # One call before training, and one an evaluation.
+    "mesh, edge of an epoch": (on_a_mesh, 15, 1 + 5 + 1),
     "mesh, end of a row": (on_a_mesh, 15, 1 + 6 + 1),
     "hook, in an evaluation": (with_a_hook, 15, 1 + 6 + 2),
     "hook, between rows": (with_a_hook, 15, 17),
@@ -78,17 +111,28 @@ RUNS: dict[str, tuple[Any, int, int]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathlib.Path, monkeypatch) -> None:
-    """The state, the examples, the history and the rows of the log, some of which straddle the interruption."""
-    monkeypatch.setattr(streams, "PROOF", 4)  # a batch, so that the states of short epochs are used
+def test_interrupted_and_resumed_equals_uninterrupted(
+    name: str, tmp_path: pathlib.Path, monkeypatch
+) -> None:
+    """The state, the examples, the history and the rows of the log, some of which
+    straddle the interruption."""
+    # A batch, so that the states of short epochs are used.
+    monkeypatch.setattr(streams, "PROOF", 4)
     make, num_steps, at = RUNS[name]
 
     def run(name: str, collate_fn: Collate) -> Any:
         state, examples, arguments = make()
         checkpoints = rx.Checkpoints(tmp_path / name, every_steps=2)
-        arguments = {"prefetch": 0, "log_every": 3, "checkpoints": checkpoints, **arguments}
+        arguments = {
+            "prefetch": 0,
+            "log_every": 3,
+            "checkpoints": checkpoints,
+            **arguments,
+        }
         arguments["loggers"] = [rx.JSONLLogger(tmp_path / f"{name}.jsonl")]
-        return tiny.fit_with_history(state, examples, collate_fn=collate_fn, **arguments)
+        return tiny.fit_with_history(
+            state, examples, collate_fn=collate_fn, **arguments
+        )
 
     whole, first, second, third = Collate(), Collate(at), Collate(), Collate()
     expected, history = run("whole", whole)
@@ -98,14 +142,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
     logged = error.history.rows  # that of the last step may be among them
     assert logged == history.rows[: len(logged)]
     assert len(logged) >= sum(row["step"] < error.step for row in history.rows)
-    with (tmp_path / "cut" / "history.jsonl").open("r+") as file:  # a kill would leave more than was saved
+    with (tmp_path / "cut" / "history.jsonl").open(
+        "r+"
+    ) as file:  # a kill would leave more than was saved
         later = json.loads(file.readlines()[-1])
         file.write(json.dumps({**later, "step": 99}) + "\n" + json.dumps(later)[:20])
     for spy in (second, third):
         found, rows = run("cut", spy)
         assert_same(found, expected)
         assert rows == history
-        assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
+        assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(
+            tmp_path / "whole.jsonl"
+        )
     if make is on_a_mesh:
         rehearsal = list(range(8))
         assert whole.ids[:8] == first.ids[:8] == second.ids[:8] == rehearsal
@@ -113,7 +161,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(name: str, tmp_path: pathl
         assert third.ids == rehearsal  # it was over
 
 
-def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.Path) -> None:
+def test_a_model_with_a_state_and_keys_is_trained_and_resumed(
+    tmp_path: pathlib.Path,
+) -> None:
     norm = functools.partial(eqx.nn.BatchNorm, 2, axis_name="batch", mode="batch")
     noisy = eqx.nn.make_with_state(lambda: {"norm": norm(), "key": jax.random.key(3)})
 
@@ -121,24 +171,39 @@ def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.
         return rx.init_state(noisy(), SGD, key=jax.random.key(1))
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
-        apply = jax.vmap(model[0]["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        apply = jax.vmap(
+            model[0]["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )
         out, model_state = apply(batch["x"], model[1])
         noise = jax.random.normal(jax.random.fold_in(model[0]["key"], 1), (2,))
         return jnp.mean((out - batch["y"] + noise) ** 2), {}, model_state
 
     start = make()
-    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2)  # which leaves the state of the model as it is
-    run = functools.partial(counted, loss_fn=loss, optimizer=SGD, num_steps=6, evaluation=evaluation)
+    # It leaves the state of the model as it is.
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2)
+    run = functools.partial(
+        counted, loss_fn=loss, optimizer=SGD, num_steps=6, evaluation=evaluation
+    )
     expected = run(make(), tmp_path / "whole")
-    # Not bit for bit: beside the guard the compiler fuses the running mean otherwise, to a last digit.
+    # Not bit for bit: beside the guard the compiler fuses the running mean otherwise,
+    # to a last digit.
     assert_close(expected, tiny.state_after(6, start, loss_fn=loss), rtol=1e-6)
-    assert any(not np.array_equal(x, start.model_state[p]) for p, x in expected.model_state.items())
+    assert any(
+        not np.array_equal(x, start.model_state[p])
+        for p, x in expected.model_state.items()
+    )
     interrupted(make(), tmp_path / "cut", run, collate_fn=Collate(3))
     assert_same(run(make(), tmp_path / "cut"), expected)
 
 
 def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
-    run = functools.partial(fit, examples=tiny.make_examples(40, dim=8), num_epochs=2, batch_size=8, prefetch=0)
+    run = functools.partial(
+        fit,
+        examples=tiny.make_examples(40, dim=8),
+        num_epochs=2,
+        batch_size=8,
+        prefetch=0,
+    )
     start = tiny.mlp_state(SGD, rx.make_mesh(tensor=4))
     first, second, whole = Collate(4), Collate(), Collate()
     expected = run(start, collate_fn=whole, donate=False)
@@ -154,33 +219,59 @@ def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_killed_run_loses_no_row(tmp_path: pathlib.Path) -> None:
-    """It has logged more than it has saved, and its newest checkpoint is in the middle of a row."""
-    whole, cut = (rx.JSONLLogger(tmp_path / f"{name}.jsonl") for name in ("whole", "cut"))
-    arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": tiny.loss_fn, "optimizer": SGD}
+    """It has logged more than it has saved, and its newest checkpoint is in the middle
+    of a row."""
+    whole, cut = (
+        rx.JSONLLogger(tmp_path / f"{name}.jsonl") for name in ("whole", "cut")
+    )
+    arguments: Any = {
+        "log_every": 5,
+        "num_steps": 20,
+        "loss_fn": tiny.loss_fn,
+        "optimizer": SGD,
+    }
     run = functools.partial(counted, None, **arguments)
     run(tmp_path / "whole", loggers=[whole])
-    raised(LookupError, run, tmp_path / "cut", loggers=[cut], collate_fn=Collate(14, tiny.fail))
-    # The error saved at 13. A kill leaves a checkpoint at 13 that is not whole, and a row that is too late.
+    raised(
+        LookupError,
+        run,
+        tmp_path / "cut",
+        loggers=[cut],
+        collate_fn=Collate(14, tiny.fail),
+    )
+    # The error saved at 13. A kill leaves a checkpoint at 13 that is not whole, and a
+    # row that is too late.
     cut(15, {"train/loss": 5.0})
     os.rename(tmp_path / "cut" / "13", tmp_path / "cut" / "13.orbax-checkpoint-tmp")
     assert tiny.steps_in(tmp_path / "cut")[-1] == 12
     run(tmp_path / "cut", loggers=[rx.JSONLLogger(tmp_path / "cut.jsonl")])
-    assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
+    assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(
+        tmp_path / "whole.jsonl"
+    )
     assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "history.jsonl"]
 
 
-def test_one_missing_row_is_named_even_if_metrics_are_not_logged_yet(tmp_path: pathlib.Path) -> None:
+def test_one_missing_row_is_named_even_if_metrics_are_not_logged_yet(
+    tmp_path: pathlib.Path,
+) -> None:
     run = functools.partial(counted, None, tmp_path, log_every=2)
-    raised(LookupError, run, collate_fn=Collate(6, tiny.fail))  # saved after 5 steps, in the middle of a row
+    # Saved after 5 steps, in the middle of a row.
+    raised(LookupError, run, collate_fn=Collate(6, tiny.fail))
     rows = tmp_path / "history.jsonl"
-    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2, 4]
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [
+        2,
+        4,
+    ]
     rows.write_bytes(rows.read_bytes().splitlines(keepends=True)[0])
-    with pytest.warns(UserWarning, match=r"1 of the 2 rows of the run are left in .*history\.jsonl"):
+    with pytest.warns(
+        UserWarning, match=r"1 of the 2 rows of the run are left in .*history\.jsonl"
+    ):
         run()
 
 
 def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> None:
-    """It begins anew, and the rows of the first stay, though they have the same file and directory."""
+    """It begins anew, and the rows of the first stay, though they have the same file
+    and directory."""
 
     def script(name: str, at: int | None = None) -> None:
         checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
@@ -203,10 +294,13 @@ def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> No
 
 
 def test_a_script_of_two_fits_resumes_each(tmp_path: pathlib.Path) -> None:
-    """The second has epochs of its own. Finished ones do not train again, unless they are made longer."""
+    """The second has epochs of its own. Finished ones do not train again, unless they
+    are made longer."""
 
     def script(spy: Any, num_steps: int = 5) -> Any:
-        run = functools.partial(counted, collate_fn=spy, loss_fn=tiny.loss_fn, optimizer=SGD)
+        run = functools.partial(
+            counted, collate_fn=spy, loss_fn=tiny.loss_fn, optimizer=SGD
+        )
         state = run(None, tmp_path, num_steps=6)
         assert_same(state, plain)
         return run(state, tmp_path, num_steps=num_steps)
@@ -215,25 +309,61 @@ def test_a_script_of_two_fits_resumes_each(tmp_path: pathlib.Path) -> None:
     assert raised(rx.errors.TrainingInterrupted, script, Collate(9)).step == 9
     for num_steps, num_calls in ((5, 2), (5, 0), (7, 2)):
         spy = Collate()
-        assert_same(script(spy, num_steps), fit(plain, num_steps=num_steps, donate=False))
+        assert_same(
+            script(spy, num_steps), fit(plain, num_steps=num_steps, donate=False)
+        )
         assert spy.num_calls == num_calls
 
 
 def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
-    """Another beginning or model, and unless it is allowed, another batch size, number or order of examples."""
+    """Another beginning or model, and unless it is allowed, another batch size, number
+    or order of examples."""
     interrupted(None, tmp_path, collate_fn=Collate(8))
     begin = linear_state()
     rx.save(tmp_path / "own", dataclasses.replace(begin, step=begin.step + 5))
     later, wide = dataclasses.replace(begin, step=begin.step + 3), linear_state(dim=3)
     for state, directory, examples, message in (
-        (later, tmp_path, EXAMPLES, r"state is at step 3, but .* runs that began at \[0\], up to step 8"),
+        (
+            later,
+            tmp_path,
+            EXAMPLES,
+            r"state is at step 3, but .* runs that began at \[0\], up to step 8",
+        ),
         (begin, tmp_path / "own", EXAMPLES, r"that no run of fit wrote, up to step 5"),
-        (wide, tmp_path, tiny.make_examples(22, dim=3), r"model/bias: float32\[3\] in the state, flo"),
-        (begin, tmp_path, EXAMPLES[:20], r"examples is 20, but was 22 when .*allow_changes=True"),
-        (begin, tmp_path, rx.Data(EXAMPLES, shuffle=False), r"order of the examples is None, but was feistel"),
-        (begin, tmp_path, rx.Stream(EXAMPLES), r"the number of train_examples is None, but was 22"),
+        (
+            wide,
+            tmp_path,
+            tiny.make_examples(22, dim=3),
+            r"model/bias: float32\[3\] in the state, flo",
+        ),
+        (
+            begin,
+            tmp_path,
+            EXAMPLES[:20],
+            r"examples is 20, but was 22 when .*allow_changes=True",
+        ),
+        (
+            begin,
+            tmp_path,
+            rx.Data(EXAMPLES, shuffle=False),
+            r"order of the examples is None, but was feistel",
+        ),
+        (
+            begin,
+            tmp_path,
+            rx.Stream(EXAMPLES),
+            r"the number of train_examples is None, but was 22",
+        ),
     ):
-        raised(ValueError, counted, state, directory, examples, prefetch=None, match=message)
+        raised(
+            ValueError,
+            counted,
+            state,
+            directory,
+            examples,
+            prefetch=None,
+            match=message,
+        )
         assert not state.params["bias"].is_deleted()
     for length, number in (("num_steps", 8), ("num_epochs", 2)):
         message = rf"{length}=1, but the run in .* already has {number} "
@@ -241,11 +371,14 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
     assert_same(begin, linear_state())  # nothing was taken over
     assert tiny.steps_in(tmp_path)[-1] == 8
 
-    with pytest.raises(ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"):
+    with pytest.raises(
+        ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"
+    ):
         counted(None, tmp_path, batch_size=2, num_epochs=3)
     spy, allowed = Collate(), rx.Checkpoints(tmp_path, allow_changes=True)
     counted(None, allowed, collate_fn=spy, batch_size=2, num_epochs=3)
-    # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a third one follows.
+    # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a
+    # third one follows.
     assert len(spy.ids) == (11 - 6) * 2 + 11 * 2
     run: Any = rx.list_checkpoints(tmp_path)[-1].run
     assert run.batch_size == 2
@@ -256,19 +389,32 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 
 def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
     for name, number in (("every_steps", 0), ("every_steps", -1), ("keep_last", 0)):
-        raised(ValueError, rx.Checkpoints, "nowhere", match=rf"Checkpoints: {name}", **{name: number})
+        raised(
+            ValueError,
+            rx.Checkpoints,
+            "nowhere",
+            match=rf"Checkpoints: {name}",
+            **{name: number},
+        )
     checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
-    cases = ((None, "nothing, without an evaluation="), (rx.Evaluation(EXAMPLES), "'eval/loss', 'eval/plain'"))
+    cases = (
+        (None, "nothing, without an evaluation="),
+        (rx.Evaluation(EXAMPLES), "'eval/loss', 'eval/plain'"),
+    )
     for evaluation, words in cases:
         message = rf"keep_best={{'eval/accuracy'.*evaluations give {words}"
-        raised(ValueError, counted, None, checkpoints, evaluation=evaluation, match=message)
+        raised(
+            ValueError, counted, None, checkpoints, evaluation=evaluation, match=message
+        )
     assert tiny.steps_in(tmp_path) == []
 
 
 # Evaluations and checkpoints at one step
 
 
-def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path) -> None:
+def test_an_evaluation_is_part_of_the_checkpoint_after_it(
+    tmp_path: pathlib.Path,
+) -> None:
     """And a logger is rewound to the restored step only."""
     rewinds = []
 
@@ -279,15 +425,25 @@ def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path
     rows, again = Rewindable(), Rewindable()
     for logger in (rows, again):
         checkpoints = rx.Checkpoints(tmp_path)
-        counted(None, checkpoints, loggers=[logger], num_epochs=2, evaluation=rx.Evaluation(EXAMPLES))
+        counted(
+            None,
+            checkpoints,
+            loggers=[logger],
+            num_epochs=2,
+            evaluation=rx.Evaluation(EXAMPLES),
+        )
         found = [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path)]
         assert found == rows.with_prefix("eval/")
         assert rewinds == ([] if logger is rows else [10])
     assert again.rows == []
 
 
-@pytest.mark.parametrize(("during", "num_epochs"), [("evaluation", 1), ("prediction", 2)])
-def test_an_evaluation_that_was_cut_short_is_made_again(during, num_epochs, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("during", "num_epochs"), [("evaluation", 1), ("prediction", 2)]
+)
+def test_an_evaluation_that_was_cut_short_is_made_again(
+    during, num_epochs, tmp_path
+) -> None:
     """After the last epoch, and after another."""
     evaluation = rx.Evaluation(EXAMPLES[:12], predict_fn=tiny.predict_fn)
     run = functools.partial(counted, num_epochs=num_epochs, evaluation=evaluation)
@@ -303,7 +459,10 @@ def test_an_evaluation_that_was_cut_short_is_made_again(during, num_epochs, tmp_
     assert (info.step, info.metrics) == (5, {})
     run(None, tmp_path / "cut", loggers=[cut])
     assert tiny.without_times(cut.rows) == tiny.without_times(whole.rows)
-    metrics = [[i.metrics for i in rx.list_checkpoints(tmp_path / name)[-2:]] for name in ("cut", "whole")]
+    metrics = [
+        [i.metrics for i in rx.list_checkpoints(tmp_path / name)[-2:]]
+        for name in ("cut", "whole")
+    ]
     assert metrics[0] == metrics[1]
 
 
@@ -327,7 +486,8 @@ CHILD = """
 import os, pathlib, signal, sys
 from fit_helpers import Collate, counted
 act = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(int(sys.argv[2]))]
-counted(None, pathlib.Path(sys.argv[1]), collate_fn=Collate(3, act), num_steps=9, loggers=None)
+directory, collate_fn = pathlib.Path(sys.argv[1]), Collate(3, act)
+counted(None, directory, collate_fn=collate_fn, num_steps=9, loggers=None)
 """
 
 
@@ -342,12 +502,16 @@ def test_the_exit_tells_what_it_was(tmp_path: pathlib.Path) -> None:
 # Faults
 
 
-def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.Path) -> None:
+def test_a_damaged_newest_is_named_and_the_one_before_it_used(
+    tmp_path: pathlib.Path,
+) -> None:
     interrupted(None, tmp_path, collate_fn=Collate(7))
     assert tiny.steps_in(tmp_path) == [6, 7]
     for path in (tmp_path / "7").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-20])
-    with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The checkpoint before it is used"):
+    with pytest.warns(
+        UserWarning, match=f"{tmp_path}/7 is damaged.*The checkpoint before it is used"
+    ):
         found = counted(None, tmp_path)
     assert_counted(found, 12)
     assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "history.jsonl"]
@@ -355,54 +519,95 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.
 
 @pytest.mark.filterwarnings("ignore:.*The checkpoint before it is used")
 @pytest.mark.parametrize("which", ["record/record.json", "arrays/manifest.ocdbt"])
-def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.Path) -> None:
+def test_when_all_are_damaged_nothing_begins_anew(
+    which: str, tmp_path: pathlib.Path
+) -> None:
     counted(None, tmp_path)
     for step in (10, 12):
         (tmp_path / str(step) / which).write_bytes(b"")
     spy, message = Collate(), "12 is damaged" if "record" in which else "damaged"
     for _ in range(2):  # nor at the next try
-        raised(rx.errors.CheckpointError, counted, None, tmp_path, collate_fn=spy, match=message)
+        raised(
+            rx.errors.CheckpointError,
+            counted,
+            None,
+            tmp_path,
+            collate_fn=spy,
+            match=message,
+        )
     assert spy.num_calls == 0
 
 
 @pytest.mark.parametrize("log_every", [50, 1])
-def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_reaches_the_caller_with_the_state(
+    log_every: int, tmp_path: pathlib.Path
+) -> None:
     with contextlib.ExitStack() as stack:
         spy = Collate(7, lambda: stack.enter_context(tiny.full_disk()))
-        run = functools.partial(counted, None, tmp_path, collate_fn=spy, log_every=log_every)
-        state = raised(rx.errors.CheckpointError, run, match="could not be written").state
+        run = functools.partial(
+            counted, None, tmp_path, collate_fn=spy, log_every=log_every
+        )
+        state = raised(
+            rx.errors.CheckpointError, run, match="could not be written"
+        ).state
     assert_counted(state, int(state.step))
-    assert 7 <= int(state.step) <= 10  # told of the save of 6 or of 8, by 10 at the latest
-    assert tiny.steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
+    # Told of the save of 6 or of 8, by 10 at the latest.
+    assert 7 <= int(state.step) <= 10
+    # That of 6 may have been on its way.
+    assert tiny.steps_in(tmp_path) in ([2, 4], [4, 6])
     assert_counted(counted(None, tmp_path), 12)
 
 
-def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path) -> None:
+def test_a_directory_that_cannot_be_written_is_told_first(
+    tmp_path: pathlib.Path,
+) -> None:
     (tmp_path / "file").write_text("")
     state, spy = linear_state(), Collate()
-    with pytest.raises(ValueError, match=r"file.*it is a file, and checkpoints need a directory"):
+    with pytest.raises(
+        ValueError, match=r"file.*it is a file, and checkpoints need a directory"
+    ):
         counted(state, tmp_path / "file", collate_fn=spy)
-    raised(ValueError, counted, state, tmp_path / "file" / "below", collate_fn=spy, match="file is a file")
+    raised(
+        ValueError,
+        counted,
+        state,
+        tmp_path / "file" / "below",
+        collate_fn=spy,
+        match="file is a file",
+    )
     assert spy.num_calls == 0
     assert_same(state, linear_state())
 
 
 def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) -> None:
-    error = raised(LookupError, counted, None, tmp_path, collate_fn=Collate(6, tiny.fail), match="mine")
+    error = raised(
+        LookupError,
+        counted,
+        None,
+        tmp_path,
+        collate_fn=Collate(6, tiny.fail),
+        match="mine",
+    )
     assert_counted(error.state, 5)
     assert any(f"saved as {tmp_path / '5'}" in note for note in error.__notes__)
     for _ in range(2):  # the second time, the run is over already
         assert_counted(counted(None, tmp_path, num_steps=12), 12)
 
 
-def test_an_error_before_the_hook_loses_no_call_and_one_before_the_first_step_adds_none(tmp_path) -> None:
+def test_an_error_before_the_hook_loses_no_call_and_one_before_the_first_step_adds_none(
+    tmp_path,
+) -> None:
     """The two calls of `fit` together call the hook as a run without the error does."""
     calls: list[Any] = []
 
     def hook(run: Any, row: Any, state: Any) -> None:
         calls.append((run.step, dict(row), np.asarray(state.params["bias"]).tolist()))
 
-    options: Any = {"hook": hook, "log_every": 4, "evaluation": rx.Evaluation(EXAMPLES, every_steps=3)}
+    options: Any = {
+        "hook": hook,
+        "log_every": 4,
+        "evaluation": rx.Evaluation(EXAMPLES, every_steps=3),
+    }
     expected, whole = counted(None, tmp_path / "whole", **options), calls.copy()
     collates: Any = {1: {"collate_fn": Collate(1, tiny.fail)}}
     for at in (1, 8, 9):
@@ -419,15 +624,22 @@ def test_an_error_before_the_hook_loses_no_call_and_one_before_the_first_step_ad
 
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 5, jnp.nan, 0.05))
-    with pytest.raises(ValueError, match="step 6 is not saved, because model/bias, and 1 more"):
+    with pytest.raises(
+        ValueError, match="step 6 is not saved, because model/bias, and 1 more"
+    ):
         counted(linear_state(spoiling), tmp_path, optimizer=spoiling)
     assert tiny.steps_in(tmp_path) == [2, 4]
 
-    limit = float(linear_state().params["bias"][0]) + 4.5  # which the sixth step has before it
+    # The sixth step has this before it.
+    limit = float(linear_state().params["bias"][0]) + 4.5
 
     def infinite(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.where(model.bias[0] > limit, jnp.inf, jnp.mean(tiny.errors_of(model, batch)))
+        return jnp.where(
+            model.bias[0] > limit, jnp.inf, jnp.mean(tiny.errors_of(model, batch))
+        )
 
-    error = raised(rx.errors.NonFiniteError, counted, None, tmp_path / "loss", loss_fn=infinite)
+    error = raised(
+        rx.errors.NonFiniteError, counted, None, tmp_path / "loss", loss_fn=infinite
+    )
     assert (error.step, tiny.steps_in(tmp_path / "loss")) == (5, [2, 4])
     assert_counted(error.state, 5)

@@ -1,6 +1,7 @@
 """Under `jax.transfer_guard("disallow")`, what the library moves is moved explicitly.
 
-On the CPU, JAX guards only transfers to the device; with `TESTS_ON=device`, those from it too.
+On the CPU, JAX guards only transfers to the device; with `TESTS_ON=device`, those from
+it too.
 """
 
 import pathlib
@@ -22,7 +23,8 @@ KEY = jax.random.key(1)
 
 @pytest.fixture(params=["this thread", "all threads"])
 def guarded(request: Any) -> Any:
-    """A guard as a context, which other threads do not see, or as a setting of the program."""
+    """A guard as a context, which other threads do not see, or as a setting of the
+    program."""
     if request.param == "this thread":
         with jax.transfer_guard("disallow"):
             yield
@@ -45,7 +47,9 @@ def test_fit(prefetch: int, guarded: None, tmp_path: pathlib.Path) -> None:
         "optimizer": optax.adamw(0.1),
         "prefetch": prefetch,
         "checkpoints": rx.Checkpoints(tmp_path, every_steps=2),
-        "evaluation": rx.Evaluation(EXAMPLES, predict_fn=tiny.predict_fn, every_steps=2),
+        "evaluation": rx.Evaluation(
+            EXAMPLES, predict_fn=tiny.predict_fn, every_steps=2
+        ),
         "hook": lambda run, row, state: None,
         "log_every": 1,
     }
@@ -53,7 +57,9 @@ def test_fit(prefetch: int, guarded: None, tmp_path: pathlib.Path) -> None:
     fit(next(STATES), num_steps=5, **options)  # and on from a checkpoint
 
 
-def test_init_state_own_loop_evaluate_predict_save(guarded: None, tmp_path: pathlib.Path) -> None:
+def test_init_state_own_loop_evaluate_predict_save(
+    guarded: None, tmp_path: pathlib.Path
+) -> None:
     optimizer = optax.sgd(0.1)
     state = rx.init_state(next(MODELS), optimizer, key=KEY)
     data = rx.Data(EXAMPLES, prefetch=0)

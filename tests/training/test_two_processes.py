@@ -1,5 +1,5 @@
-"""Two processes: they read the rows of their devices, or a shard of a stream each, go on together, and process
-0 decides."""
+"""Two processes: they read the rows of their devices, or a shard of a stream each, go
+on together, and process 0 decides."""
 
 import json
 import pathlib
@@ -22,7 +22,8 @@ from redco_eqx._data.streams import state_to_text
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: Any) -> pathlib.Path:
-    """The files of the processes. The last thing that they do is to differ, for which they end."""
+    """The files of the processes. The last thing that they do is to differ, for which
+    they end."""
     path = tmp_path_factory.mktemp("two")
     program = pathlib.Path(__file__).with_name("_two_processes.py")
     processes = harness.start_loopback(path, program=program, JAX_ENABLE_X64=0)
@@ -47,10 +48,17 @@ def test_each_reads_the_rows_of_its_devices(results: list[Any]) -> None:
         for process, result in enumerate(results):
             found = result[name]["sequence"]
             assert [batch["x"] for batch in found["batches"]] == whole + last
-            assert all(batch["wide"] == [[x] * 3 for x in batch["x"]] for batch in found["batches"])
+            assert all(
+                batch["wide"] == [[x] * 3 for x in batch["x"]]
+                for batch in found["batches"]
+            )
             halves = [batch[4 * process :][:4] for batch in whole]
-            mine = {"interleaved": [batch[process::2] for batch in whole], "tensor": whole}.get(name, halves)
-            # The first tail of "mixed" is split four ways, so each process holds half of it.
+            mine = {
+                "interleaved": [batch[process::2] for batch in whole],
+                "tensor": whole,
+            }.get(name, halves)
+            # The first tail of "mixed" is split four ways, so each process holds half
+            # of it.
             my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
             assert found["seen"] == mine + my_last, (name, process)
 
@@ -62,8 +70,14 @@ def test_what_is_unlike_is_refused(results: list[Any]) -> None:
 
 
 def test_an_epoch_has_one_shape(results: list[Any]) -> None:
-    """Another one is refused where it is made, or on the process that comes later to its first batch."""
-    leaves = [("x", "float32[rows, 2]"), ("x", "float16[rows, 3]"), ("y", "missing"), ("z", "float32[rows]")]
+    """Another one is refused where it is made, or on the process that comes later to
+    its first batch."""
+    leaves = [
+        ("x", "float32[rows, 2]"),
+        ("x", "float16[rows, 3]"),
+        ("y", "missing"),
+        ("z", "float32[rows]"),
+    ]
     usual = {"x": "float32[rows, 3]", "y": "int32[rows]", "z": "missing"}
     first, second = (result["first shapes"] for result in results)
     assert first == [[2, ""]] * len(leaves)
@@ -71,11 +85,18 @@ def test_an_epoch_has_one_shape(results: list[Any]) -> None:
         for result in results:
             num_made, said = result["shapes"][i]
             assert num_made == 1
-            assert f"collate_fn: batch 1: {leaf} is {value}, but was {usual[leaf]} in batch 0." in said
+            assert (
+                f"collate_fn: batch 1: {leaf} is {value}, but was {usual[leaf]} in "
+                "batch 0." in said
+            )
         num_made, said = second[i]
         assert num_made == 0
-        pattern = r"collate_fn: batch 0: {} is {} on process 0 \(.*\), but {} on process 1 \("
-        assert re.match(pattern.format(leaf, re.escape(usual[leaf]), re.escape(value)), said), said
+        pattern = (
+            r"collate_fn: batch 0: {} is {} on process 0 \(.*\), but {} on process 1 \("
+        )
+        assert re.match(
+            pattern.format(leaf, re.escape(usual[leaf]), re.escape(value)), said
+        ), said
 
 
 @pytest.mark.parametrize(
@@ -97,13 +118,22 @@ def test_rows_of_both_are_the_same_or_refused(
     results: list[Any], rows: str, batch: int | None, leaf: str
 ) -> None:
     """Nobody waits for this: the later of the two finds it, before it has the batch."""
-    said = [message for _, message in (result["rows"][rows] for result in results) if message]
+    said = [
+        message
+        for _, message in (result["rows"][rows] for result in results)
+        if message
+    ]
     if batch is None:
         assert said == []
-        assert {result["rows"][rows][0] for result in results} == {5 if "rest" in rows else 3}
+        assert {result["rows"][rows][0] for result in results} == {
+            5 if "rest" in rows else 3
+        }
     else:
         assert said
-        pattern = rf"collate_fn: batch {batch}: the rows of {leaf} have the checksum \w+ on process \d \(.*seed"
+        pattern = (
+            rf"collate_fn: batch {batch}: the rows of {leaf} have the checksum "
+            r"\w+ on process \d \(.*seed"
+        )
         assert all(re.match(pattern, message) for message in said), said
 
 
@@ -120,20 +150,27 @@ def test_a_stream_is_read_whole(results: list[Any]) -> None:
         for result in results:
             found = result[mesh]["whole"]
             assert found["batches"] == expected
-            assert [place[:2] for place in found["places"]] == [[*divmod(i, 3)] for i in range(1, 8)]
+            assert [place[:2] for place in found["places"]] == [
+                [*divmod(i, 3)] for i in range(1, 8)
+            ]
             assert found["places"][3][2] == [[0, 1, 8, None]]
 
 
 def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any]) -> None:
-    """Shard 0 has five batches of four rows, shard 1 six and a ragged tail: the epoch has five. Processes of
-    one tensor group read the same shard."""
-    expected = [part(i // 5, 0, 2)[i % 5 * 4 :][:4] + part(i // 5, 1, 2)[i % 5 * 4 :][:4] for i in range(7)]
+    """Shard 0 has five batches of four rows, shard 1 six and a ragged tail: the epoch
+    has five. Processes of one tensor group read the same shard."""
+    expected = [
+        part(i // 5, 0, 2)[i % 5 * 4 :][:4] + part(i // 5, 1, 2)[i % 5 * 4 :][:4]
+        for i in range(7)
+    ]
     same = [part(i // 2, 0, 1)[i % 2 * 8 :][:8] for i in range(7)]
     for process, result in enumerate(results):
         for mesh in ("data", "mixed"):
             found = result[mesh]["sharded"]
             assert found["batches"] == expected
-            assert [place[:2] for place in found["places"]] == [[*divmod(i, 5)] for i in range(1, 8)]
+            assert [place[:2] for place in found["places"]] == [
+                [*divmod(i, 5)] for i in range(1, 8)
+            ]
             assert found["places"][1][2] == [[process, 2, 8, state_to_text(b"4")]]
             assert found["places"][4][2] == [[process, 2, 0, None]]
             assert result[mesh]["shards"] == [[0, process, 2], [1, process, 2]]
@@ -144,22 +181,37 @@ def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any]) -> None:
 def test_a_run_on_a_stream_goes_on(results: list[Any], directory: pathlib.Path) -> None:
     for result in results:
         assert result["steps whole"] == result["steps sharded"] == 7
-        assert "the processes are at the steps [7, 8], but must save the same" in result["apart whole"]
+        assert (
+            "the processes are at the steps [7, 8], but must save the same"
+            in result["apart whole"]
+        )
     runs: Any = [info.run for info in rx.list_checkpoints(directory / "sharded")]
     four, seven = runs
     # Where both shards were left, though process 0 alone writes.
-    assert [p[:4] for p in four.positions or ()] == [(i, 2, 16, state_to_text(b"12")) for i in (0, 1)]
+    assert [p[:4] for p in four.positions or ()] == [
+        (i, 2, 16, state_to_text(b"12")) for i in (0, 1)
+    ]
     assert (seven.epoch, seven.batch) == (1, 2)
-    assert [p[:4] for p in seven.positions or ()] == [(i, 2, 8, state_to_text(b"4")) for i in (0, 1)]
+    assert [p[:4] for p in seven.positions or ()] == [
+        (i, 2, 8, state_to_text(b"4")) for i in (0, 1)
+    ]
 
 
-def test_a_run_on_a_stream_with_another_number_of_processes(results: Any, directory: pathlib.Path) -> None:
-    """One that read a whole stream continues; one that read two shards is refused, allowed or not."""
-    sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
+def test_a_run_on_a_stream_with_another_number_of_processes(
+    results: Any, directory: pathlib.Path
+) -> None:
+    """One that read a whole stream continues; one that read two shards is refused,
+    allowed or not."""
+    sharded: Any = rx.Stream(
+        lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True
+    )
     begin = linear_state(dim=4)
     for allow_changes in (False, True):
         checkpoints = rx.Checkpoints(directory / "sharded", allow_changes=allow_changes)
-        with pytest.raises(ValueError, match=r"in 1 shards, but was in 2 .*Use as many processes as before"):
+        with pytest.raises(
+            ValueError,
+            match=r"in 1 shards, but was in 2 .*Use as many processes as before",
+        ):
             counted(begin, checkpoints, sharded, batch_size=8, prefetch=None)
     assert not begin.params["bias"].is_deleted()
     run: Any = rx.list_checkpoints(directory / "whole")[-1].run
@@ -183,8 +235,11 @@ def test_process_0_says_when_the_run_ends(results: list[Any]) -> None:
     assert [step for step, *_ in first] == [2, 4, 6]
 
 
-def test_a_row_names_the_process_that_waited_longest_for_data(results: list[Any]) -> None:
-    """Rows of two steps; the batches of process 1 take three seconds each, those of process 0 one."""
+def test_a_row_names_the_process_that_waited_longest_for_data(
+    results: list[Any],
+) -> None:
+    """Rows of two steps; the batches of process 1 take three seconds each, those of
+    process 0 one."""
     # A run with checkpoints makes its first batch twice.
     rows = [[2, 3.0, 1, 6.0], [4, 2.0, 1, 4.0], [6, 2.0, 1, 4.0]]
     assert [result["clocks"] for result in results] == [rows, []]

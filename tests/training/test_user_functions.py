@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import EXAMPLES, SGD, assert_same, collate, fit, fit_with_history, linear_state, raised
+from fit_helpers import (
+    EXAMPLES,
+    SGD,
+    assert_same,
+    collate,
+    fit,
+    fit_with_history,
+    linear_state,
+    raised,
+)
 
 import redco_eqx as rx
 from redco_eqx._data.collation import CollatedTwice
@@ -38,7 +47,14 @@ def test_a_hook_that_uses_up_its_state_is_named(use: Any) -> None:
         if run.step == 2:
             use(state)
 
-    error = raised(ValueError, fit, hook=hook, num_steps=4, log_every=1, match=r"hook deleted .*weight.*copy")
+    error = raised(
+        ValueError,
+        fit,
+        hook=hook,
+        num_steps=4,
+        log_every=1,
+        match=r"hook deleted .*weight.*copy",
+    )
     assert not hasattr(error, "state")  # there is none left
 
 
@@ -59,7 +75,13 @@ def test_a_state_fn_that_uses_up_its_state_is_named() -> None:
         return kept
 
     evaluation = rx.Evaluation(EXAMPLES, state_fn=state_fn, every_steps=2)
-    raised(ValueError, fit, evaluation=evaluation, num_steps=4, match="a function of the evaluation .*deleted")
+    raised(
+        ValueError,
+        fit,
+        evaluation=evaluation,
+        num_steps=4,
+        match="a function of the evaluation .*deleted",
+    )
 
 
 def test_a_hook_that_changes_its_row_changes_no_other() -> None:
@@ -67,7 +89,11 @@ def test_a_hook_that_changes_its_row_changes_no_other() -> None:
         row["eval/loss"] = row["train/loss"] = -1.0
         row["more"] = 2.0
 
-    options: Any = {"num_steps": 4, "log_every": 2, "evaluation": rx.Evaluation(EXAMPLES, every_steps=2)}
+    options: Any = {
+        "num_steps": 4,
+        "log_every": 2,
+        "evaluation": rx.Evaluation(EXAMPLES, every_steps=2),
+    }
     assert fit_with_history(hook=hook, **options)[1] == fit_with_history(**options)[1]
 
 
@@ -101,14 +127,25 @@ def shifted(draw: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [rx.Data, rx.Stream], ids=["sequence", "stream"])
-@pytest.mark.parametrize("draw", [by_numpy, by_python, by_closure, by_nothing], ids=lambda draw: draw.__name__)
-def test_random_numbers_in_collate_fn_are_said(draw: Any, kind: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [by_numpy, by_python, by_closure, by_nothing],
+    ids=lambda draw: draw.__name__,
+)
+def test_random_numbers_in_collate_fn_are_said(
+    draw: Any, kind: Any, tmp_path: pathlib.Path
+) -> None:
     options: Any = {"collate_fn": shifted(draw), "checkpoints": tmp_path}
-    with pytest.warns(UserWarning, match="two different batches of the same examples: x differs") as caught:
+    with pytest.warns(
+        UserWarning, match="two different batches of the same examples: x differs"
+    ) as caught:
         fit(None, kind(EXAMPLES), num_steps=2, **options)
     assert len([w for w in caught if "two different batches" in str(w.message)]) == 1
-    with pytest.warns(UserWarning, match="two different batches of the same examples: x differs"):
-        fit(None, kind(EXAMPLES), num_steps=4, **options)  # and again when the run goes on
+    with pytest.warns(
+        UserWarning, match="two different batches of the same examples: x differs"
+    ):
+        # Again when the run goes on.
+        fit(None, kind(EXAMPLES), num_steps=4, **options)
 
 
 def by_example(examples: Any) -> Any:
@@ -178,10 +215,17 @@ def encoding(examples: Any) -> Any:
 
 
 def test_a_plain_dataclass_is_refused_with_both_remedies() -> None:
-    remedies = r"vars\(batch\).*@jax.tree_util.register_dataclass above @dataclass of Plain"
-    raised(TypeError, fit, collate_fn=plain, loss_fn=of_fields, num_steps=2, match=remedies)
+    remedies = (
+        r"vars\(batch\).*@jax.tree_util.register_dataclass above @dataclass of Plain"
+    )
+    raised(
+        TypeError, fit, collate_fn=plain, loss_fn=of_fields, num_steps=2, match=remedies
+    )
     expected = fit(loss_fn=of_names, num_steps=2)
-    assert_same(fit(collate_fn=lambda rows: vars(plain(rows)), loss_fn=of_names, num_steps=2), expected)
+    assert_same(
+        fit(collate_fn=lambda rows: vars(plain(rows)), loss_fn=of_names, num_steps=2),
+        expected,
+    )
     assert_same(fit(collate_fn=registered, loss_fn=of_fields, num_steps=2), expected)
 
 
@@ -192,7 +236,9 @@ def test_a_mapping_of_another_kind_is_refused_with_its_remedy() -> None:
     def collate_fn(examples: Any) -> Any:
         return eval(remedy, {"batch": encoding(examples), "np": np})
 
-    assert_same(fit(None, collate_fn=collate_fn, num_steps=2), fit(linear_state(), num_steps=2))
+    assert_same(
+        fit(None, collate_fn=collate_fn, num_steps=2), fit(linear_state(), num_steps=2)
+    )
 
 
 # Functions that jax.jit has compiled
@@ -211,32 +257,58 @@ def mlp_predict(model: Any, batch: Any, key: Any) -> Any:
 
 def mlp_state() -> Any:
     return rx.init_state(
-        jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, MLP), SGD, key=jax.random.key(1)
+        jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, MLP),
+        SGD,
+        key=jax.random.key(1),
     )
 
 
 COMMON: Any = {"collate_fn": collate, "batch_size": 4}
 CALLS = {
     "fit": lambda loss, _: fit(mlp_state(), loss_fn=loss, num_steps=2),
-    "train_step": lambda loss, _: rx.train_step(mlp_state(), BATCH, loss_fn=loss, optimizer=SGD),
+    "train_step": lambda loss, _: rx.train_step(
+        mlp_state(), BATCH, loss_fn=loss, optimizer=SGD
+    ),
     "eval_step": lambda loss, _: rx.eval_step(mlp_state(), BATCH, loss_fn=loss),
-    "predict_step": lambda _, predict: rx.predict_step(mlp_state(), BATCH, predict_fn=predict),
-    "evaluate": lambda loss, _: rx.evaluate(mlp_state(), EXAMPLES, loss_fn=loss, **COMMON),
-    "predict": lambda _, predict: rx.predict(mlp_state(), EXAMPLES, predict_fn=predict, **COMMON),
-    "shard_rules": lambda loss, _: rx.shard_rules(MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH),
-    "explain": lambda loss, _: rx.explain(MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH),
+    "predict_step": lambda _, predict: rx.predict_step(
+        mlp_state(), BATCH, predict_fn=predict
+    ),
+    "evaluate": lambda loss, _: rx.evaluate(
+        mlp_state(), EXAMPLES, loss_fn=loss, **COMMON
+    ),
+    "predict": lambda _, predict: rx.predict(
+        mlp_state(), EXAMPLES, predict_fn=predict, **COMMON
+    ),
+    "shard_rules": lambda loss, _: rx.shard_rules(
+        MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH
+    ),
+    "explain": lambda loss, _: rx.explain(
+        MLP, rx.make_mesh(tensor=2), loss_fn=loss, batch=BATCH
+    ),
 }
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_function_of_jax_jit_is_refused_with_the_leaf_that_it_cannot_take(call: Any) -> None:
+def test_a_function_of_jax_jit_is_refused_with_the_leaf_that_it_cannot_take(
+    call: Any,
+) -> None:
     def refused(loss: Any, predict: Any) -> None:
-        raised(TypeError, call, loss, predict, match="compiled by jax.jit, .* activation, .*eqx.filter_jit")
+        raised(
+            TypeError,
+            call,
+            loss,
+            predict,
+            match="compiled by jax.jit, .* activation, .*eqx.filter_jit",
+        )
 
     refused(jax.jit(mlp_loss), jax.jit(mlp_predict))
-    refused(functools.partial(jax.jit(mlp_loss)), functools.partial(jax.jit(mlp_predict)))
+    refused(
+        functools.partial(jax.jit(mlp_loss)), functools.partial(jax.jit(mlp_predict))
+    )
     call(eqx.filter_jit(mlp_loss), eqx.filter_jit(mlp_predict))  # the remedy
 
 
 def test_a_function_of_jax_jit_works_for_a_model_of_arrays() -> None:
-    assert_same(fit(loss_fn=jax.jit(mlp_loss), num_steps=2), fit(loss_fn=mlp_loss, num_steps=2))
+    assert_same(
+        fit(loss_fn=jax.jit(mlp_loss), num_steps=2), fit(loss_fn=mlp_loss, num_steps=2)
+    )

@@ -1,4 +1,5 @@
-"""Tiny models of every kind, each with the tensor-parallel layout that its arrays should get, by hand.
+"""Tiny models of every kind, each with the tensor-parallel layout that its arrays
+should get, by hand.
 
 The goldens are written from the design alone, independently of the code that they test.
 """
@@ -13,8 +14,19 @@ BY_NAME: dict[str, Entry] = {entry.name: entry for entry in ZOO}
 # What the path rules do not see: of these the golden layout is found by the program.
 BY_PROGRAM_ALONE: dict[str, str] = {
     "raw_einsum": "matrices that are no `weight` of a module, with a dim for heads",
-    "conv_depthwise": "convolutions in groups: left whole, between the two that are split",
+    "conv_depthwise": (
+        "convolutions in groups: left whole, between the two that are split"
+    ),
     "shared_head": "the bias of a head whose weight is another leaf: left whole",
 }
 
-__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "goldens", "of_rows", "stack", "unlike"]
+__all__ = [
+    "BY_NAME",
+    "BY_PROGRAM_ALONE",
+    "ZOO",
+    "Entry",
+    "goldens",
+    "of_rows",
+    "stack",
+    "unlike",
+]

@@ -18,7 +18,10 @@ rms_norm = partial(eqx.nn.RMSNorm, D, use_bias=False)
 def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
     """A Linear under each name, of so many inputs and outputs."""
     keys = jax.random.split(key, len(sizes))
-    return {name: eqx.nn.Linear(size[0], size[1], bias, key=k) for (name, size), k in zip(sizes.items(), keys)}
+    return {
+        name: eqx.nn.Linear(size[0], size[1], bias, key=k)
+        for (name, size), k in zip(sizes.items(), keys)
+    }
 
 
 def mlp(key: Any, *, depth: int = 1, num_out: int = D) -> eqx.nn.MLP:
@@ -46,7 +49,9 @@ def through(layers: Any, apply: Callable[[Any, Any], Any], x: Any) -> Any:
             x = apply(layer, x)
         return x
     arrays, rest = eqx.partition(layers, eqx.is_array)
-    return jax.lax.scan(lambda x, one: (apply(eqx.combine(one, rest), x), None), x, arrays)[0]
+    return jax.lax.scan(
+        lambda x, one: (apply(eqx.combine(one, rest), x), None), x, arrays
+    )[0]
 
 
 def rotate(x: Any) -> Any:
@@ -58,14 +63,26 @@ def rotate(x: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(q, k, v, *, causal: bool = False, rotary: bool = False, scale: bool = True, bias: Any = None) -> Any:
-    """Attention of (time, heads * head dim) arrays, of which keys and values may have fewer heads."""
+def attend(
+    q,
+    k,
+    v,
+    *,
+    causal: bool = False,
+    rotary: bool = False,
+    scale: bool = True,
+    bias: Any = None,
+) -> Any:
+    """Attention of (time, heads * head dim) arrays, of which keys and values may have
+    fewer heads."""
     q = q.reshape(len(q), HEADS, -1)
     k, v = (x.reshape(len(x), -1, q.shape[-1]) for x in (k, v))
     if rotary:
         q, k = rotate(q), rotate(k)
     k, v = (jnp.repeat(x, HEADS // x.shape[1], axis=1) for x in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k) / (math.sqrt(q.shape[-1]) if scale else 1.0)
+    scores = jnp.einsum("qhd,khd->hqk", q, k) / (
+        math.sqrt(q.shape[-1]) if scale else 1.0
+    )
     scores = scores if bias is None else scores + bias
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e9)
@@ -73,6 +90,7 @@ def attend(q, k, v, *, causal: bool = False, rotary: bool = False, scale: bool =
 
 
 def attention(layers: Any, x: Any, source: Any = None, **options: Any) -> Any:
-    """By the four layers of queries, keys, values and outputs, of `x` to itself or to a source."""
+    """By the four layers of queries, keys, values and outputs, of `x` to itself or to a
+    source."""
     (q, k, v, out), source = layers, x if source is None else source
     return each(out, attend(each(q, x), each(k, source), each(v, source), **options))

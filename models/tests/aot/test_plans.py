@@ -1,4 +1,5 @@
-"""Plans by the TPU compiler, with no device: what fits and what does not, and what it then says."""
+"""Plans by the TPU compiler, with no device: what fits and what does not, and what it
+then says."""
 
 import functools
 from typing import Any
@@ -12,14 +13,18 @@ import workloads
 
 import redco_eqx as rx
 
-SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
+SIZES = workloads.Sizes(
+    dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16
+)
 
 
 def make_llama(key: Any, sizes: workloads.Sizes = SIZES, **options: Any) -> Any:
     return workloads.make_model("LLaMA", sizes, stacked=True, **options)(key)
 
 
-def plan(make_model: Any = make_llama, sizes: workloads.Sizes = SIZES, **arguments: Any) -> Any:
+def plan(
+    make_model: Any = make_llama, sizes: workloads.Sizes = SIZES, **arguments: Any
+) -> Any:
     return rx.plan(
         make_model,
         loss_fn=workloads.next_token_loss,
@@ -43,16 +48,26 @@ def test_a_plan_is_the_compiled_step() -> None:
 
 
 def test_what_a_refused_step_needs_is_said_and_is_what_a_larger_chip_gives_it() -> None:
-    sizes = workloads.Sizes(dim=4096, num_layers=16, num_heads=32, vocabulary=32000, length=2048, batch_size=16)
+    sizes = workloads.Sizes(
+        dim=4096,
+        num_layers=16,
+        num_heads=32,
+        vocabulary=32000,
+        length=2048,
+        batch_size=16,
+    )
     make = functools.partial(make_llama, sizes=sizes)
     of_both: dict[str, Any] = {"mesh": {"tensor": 8}, "options": {"remat": ["full"]}}
-    refused, taken = (plan(make, sizes, target=f"{chip}:2x4", **of_both) for chip in ("v5e", "v6e"))
+    refused, taken = (
+        plan(make, sizes, target=f"{chip}:2x4", **of_both) for chip in ("v5e", "v6e")
+    )
     assert not refused.fits
     assert refused.memory.peak > refused.capacity
     assert "DOES NOT FIT" in str(refused)
     assert taken.fits
     assert refused.memory.peak == pytest.approx(taken.memory.peak, rel=0.05)
-    # The stream at each of 16 layers, and not what these compute, except for one layer and the head.
+    # The stream at each of 16 layers, and not what these compute, except for one layer
+    # and the head.
     rows = 16 * 2048 * 4
     scores, logits = rows * 32 // 8 * 2048, rows * 32000 // 8
     least = 16 * rows * 4096 + 2 * taken.memory.gradients

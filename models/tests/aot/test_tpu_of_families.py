@@ -1,8 +1,10 @@
-"""The TPU compiler's output for a train step of the families: communication and memory, without a device.
+"""The TPU compiler's output for a train step of the families: communication and memory,
+without a device.
 
-FSDP is measured with products in float32, which makes bytes and memory those of the parameters. At the default
-precision this compiler turns weights into bfloat16 first: half the bytes to gather, and a copy in bfloat16 of
-each device's part, which it keeps throughout a scan.
+FSDP is measured with products in float32, which makes bytes and memory those of the
+parameters. At the default precision this compiler turns weights into bfloat16 first:
+half the bytes to gather, and a copy in bfloat16 of each device's part, which it keeps
+throughout a scan.
 """
 
 from functools import partial
@@ -21,26 +23,38 @@ import redco_eqx_models as models
 from redco_eqx import _birth as making
 from redco_eqx._base.tree import leaves_with_paths
 
-SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
-# Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up
-# to that, and shifts what is over to the neighbour by a permute.
-WIDE = workloads.Sizes(dim=1152, num_layers=24, num_heads=9, vocabulary=1536, length=128, batch_size=8)
+SIZES = workloads.Sizes(
+    dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16
+)
+# Each device has a multiple of 24 rows of every weight: this compiler rounds the parts
+# of a reduce-scatter up to that, and shifts what is over to the neighbour by a permute.
+WIDE = workloads.Sizes(
+    dim=1152, num_layers=24, num_heads=9, vocabulary=1536, length=128, batch_size=8
+)
 
 
-def case_of(name: str, sizes: workloads.Sizes = SIZES, remat: Any = "row_out") -> workloads.Case:
+def case_of(
+    name: str, sizes: workloads.Sizes = SIZES, remat: Any = "row_out"
+) -> workloads.Case:
     return workloads.family_case(name, sizes, remat=remat, stacked=True)
 
 
 @pytest.mark.parametrize("name", workloads.FAMILIES)
-def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once_as_predicted(name):
+def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once_as_predicted(
+    name,
+):
     case, mesh, found, _ = compiled(case_of(name), "v4:2x2x2", 1, 4)
     assert_sends_the_least(case, mesh, found, 0.95)
 
 
 def test_fsdp_moves_three_times_the_parameters_and_needs_the_memory_of_zero_3():
     with jax.default_matmul_precision("float32"):
-        _, mesh, found, memory = compiled(case_of("LLaMA", WIDE, remat="full"), "v5e:2x4", 8, 1)
-    model = eqx.filter_eval_shape(workloads.make_model("LLaMA", WIDE, stacked=True), jax.random.key(0))
+        _, mesh, found, memory = compiled(
+            case_of("LLaMA", WIDE, remat="full"), "v5e:2x4", 8, 1
+        )
+    model = eqx.filter_eval_shape(
+        workloads.make_model("LLaMA", WIDE, stacked=True), jax.random.key(0)
+    )
     parameters = num_bytes(model)
     ring = 1 - 1 / mesh.size
     sent = sum(c.sent_bytes for c in over(found, "fsdp")) / (ring * parameters)
@@ -49,7 +63,8 @@ def test_fsdp_moves_three_times_the_parameters_and_needs_the_memory_of_zero_3():
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
     reduced = sum(c.sent_bytes for c in found if c.kind == "all-reduce")
     assert reduced <= 0.01 * parameters
-    # Weights, gradients and two moments, all split; a whole layer, for a while, is within the tenth.
+    # Weights, gradients and two moments, all split; a whole layer, for a while, is
+    # within the tenth.
     assert memory.peak_memory_in_bytes <= 1.1 * 4 * parameters / mesh.size
 
 
@@ -64,17 +79,27 @@ def test_fsdp_and_tensor_add_up():
 def test_a_stack_is_born_in_shards():
     # OPT-66B on 64 chips: of its largest array, 81 GiB, a chip makes 1.3 GiB, in place.
     config = models.OPTConfig(
-        vocab_size=50272, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72
+        vocab_size=50272,
+        hidden_size=9216,
+        ffn_dim=36864,
+        num_hidden_layers=64,
+        num_attention_heads=72,
     )
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
     path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)
     make: Any = partial(models.OPTForCausalLM, config, stacked=True)
     closed, arrays, static = making.trace_arrays(lambda key: make(key=key), key)
-    sharding = dict(leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh)))[path]
+    sharding = dict(
+        leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh))
+    )[path]
     births, values = making.births_of(closed, key)
     birth = births[[name for name, _ in leaves_with_paths(arrays)].index(path)]
     run: Any = making.compiled(birth, sharding)
-    memory = run.lower(*[values[var] for var in birth.program.invars]).compile().memory_analysis()
+    memory = (
+        run.lower(*[values[var] for var in birth.program.invars])
+        .compile()
+        .memory_analysis()
+    )
     whole = 64 * 36864 * 9216 * 4
     assert birth.way == "spread"
     assert memory.output_size_in_bytes <= 1.01 * whole / 64

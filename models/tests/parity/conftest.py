@@ -19,13 +19,17 @@ def reference() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory: Any, reference: Callable[[str], Any]) -> Callable[[str], Path]:
-    """Return the directory where `save_pretrained` of transformers or diffusers has written the reference."""
+def directory(
+    tmp_path_factory: Any, reference: Callable[[str], Any]
+) -> Callable[[str], Path]:
+    """Return the directory where `save_pretrained` of transformers or diffusers has
+    written the reference."""
 
     @cache
     def save(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)
-        size = "20KB" if name == "llama_linear" else "5GB"  # one of them in several files
+        # One of them in several files.
+        size = "20KB" if name == "llama_linear" else "5GB"
         reference(name).save_pretrained(path, max_shard_size=size)
         return path
 

@@ -39,28 +39,45 @@ def pair(request: Any, tmp_path: Any) -> tuple[str, Any, Any]:
 def prompts_of(name: str, padding: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Images; or texts and their mask."""
     if "image" in REFERENCES[name].reads:
-        return np.random.default_rng(2).normal(size=(3, 3, 16, 16)).astype(np.float32), None
+        return np.random.default_rng(2).normal(size=(3, 3, 16, 16)).astype(
+            np.float32
+        ), None
     return texts(padding if padding in REFERENCES[name].padding else "right")
 
 
 def expected_of(
-    there: Any, prompts: np.ndarray, mask: np.ndarray | None, num_before: int, **more: Any
+    there: Any,
+    prompts: np.ndarray,
+    mask: np.ndarray | None,
+    num_before: int,
+    **more: Any,
 ) -> tuple[np.ndarray, Any]:
-    """New tokens `(batch * sequences, NEW)` by transformers, and their scores if it gives them."""
+    """New tokens `(batch * sequences, NEW)` by transformers, and their scores if it
+    gives them."""
     if prompts.ndim == 4:
         more["pixel_values"] = torch.tensor(prompts)
     else:
         mask = np.ones_like(prompts) if mask is None else mask
-        more["input_ids"], more["attention_mask"] = (torch.tensor(x).long() for x in (prompts, mask))
+        more["input_ids"], more["attention_mask"] = (
+            torch.tensor(x).long() for x in (prompts, mask)
+        )
     there.generation_config.eos_token_id = more.pop("eos_token_id", None)
-    found = there.generate(do_sample=False, return_dict_in_generate=True, output_scores=True, **OPTIONS, **more)
+    found = there.generate(
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **OPTIONS,
+        **more,
+    )
     tokens = found.sequences[:, num_before:].numpy()
     tokens = np.pad(tokens, ((0, 0), (0, NEW - tokens.shape[1])), constant_values=PAD)
     scores = getattr(found, "sequences_scores", None)
     return tokens, None if scores is None else scores.numpy()
 
 
-@pytest.mark.parametrize("pair", [*DECODERS, "t5_gated_untied", "bart", "vit_gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    "pair", [*DECODERS, "t5_gated_untied", "bart", "vit_gpt2"], indirect=True
+)
 def test_greedy_tokens_equal_those_of_transformers(pair):
     name, there, model = pair
     prompts, mask = prompts_of(name, "left")
@@ -75,21 +92,33 @@ def test_greedy_tokens_equal_those_of_transformers(pair):
     if name == "gpt2":
         prompts, _ = texts()
         endless, _ = expected_of(there, prompts, None, begin)
-        np.testing.assert_array_equal(generate(model, prompts, eos_token_id=(), **OPTIONS), endless)
+        np.testing.assert_array_equal(
+            generate(model, prompts, eos_token_id=(), **OPTIONS), endless
+        )
 
 
-@pytest.mark.parametrize("pair", ["gpt2", "mistral", "t5_gated_untied", "bart", "vit_gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    "pair", ["gpt2", "mistral", "t5_gated_untied", "bart", "vit_gpt2"], indirect=True
+)
 def test_beams_equal_those_of_transformers(pair):
     name, there, model = pair
     prompts, mask = prompts_of(name, "left")
     begin, given = prompts.shape[1] if name in DECODERS else 1, {}
     if name == "bart":  # a text may begin with what is given
-        start = np.random.default_rng(1).integers(3, VOCABULARY, (len(prompts), 4)).astype(np.int32)
+        start = (
+            np.random.default_rng(1)
+            .integers(3, VOCABULARY, (len(prompts), 4))
+            .astype(np.int32)
+        )
         start[:, 0] = model.config.decoder_start_token_id
         begin, given = 4, {"decoder_input_ids": start}
 
     def search_there(ends: list[int], **options: Any) -> tuple[np.ndarray, Any]:
-        options |= {"eos_token_id": ends or None, "num_beams": BEAMS, "num_return_sequences": BEAMS}
+        options |= {
+            "eos_token_id": ends or None,
+            "num_beams": BEAMS,
+            "num_return_sequences": BEAMS,
+        }
         options |= {key: torch.tensor(x).long() for key, x in given.items()}
         tokens, scores = expected_of(there, prompts, mask, begin, **options)
         return tokens.reshape(len(prompts), BEAMS, NEW), scores
@@ -97,13 +126,22 @@ def test_beams_equal_those_of_transformers(pair):
     def compare(ends: list[int], **options: Any) -> np.ndarray:
         tokens, scores = search_there(ends, **options)
         more = {**OPTIONS, **options, **given}
-        found = beam_search(model, prompts, attention_mask=mask, num_beams=BEAMS, eos_token_id=ends, **more)
+        found = beam_search(
+            model,
+            prompts,
+            attention_mask=mask,
+            num_beams=BEAMS,
+            eos_token_id=ends,
+            **more,
+        )
         np.testing.assert_array_equal(found.tokens, tokens, err_msg=f"{ends} {options}")
         np.testing.assert_allclose(np.ravel(found.scores), scores, rtol=TOLERANCE)
         return tokens
 
     unended, _ = search_there([], length_penalty=1.0, early_stopping=False)
-    ends = sorted({int(unended[i]) for i in [(0, 0, 4), (0, 3, 1), (1, 1, 3), (2, 2, 6)]})
+    ends = sorted(
+        {int(unended[i]) for i in [(0, 0, 4), (0, 3, 1), (1, 1, 3), (2, 2, 6)]}
+    )
     kinds = (False, True, "never") if name == "gpt2" else (False,)
     results = {
         compare(ends, early_stopping=kind, length_penalty=penalty).tobytes()

@@ -1,4 +1,5 @@
-"""The UNet and the autoencoder of Stable Diffusion: outputs, gradients and files equal those of diffusers."""
+"""The UNet and the autoencoder of Stable Diffusion: outputs, gradients and files equal
+those of diffusers."""
 
 import json
 from typing import Any
@@ -32,11 +33,15 @@ def assert_same(there, loss, expected, model, loss_fn):
     """The outputs, the loss and its gradient."""
     there.zero_grad()
     loss.backward()
-    (value, found), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
+    (value, found), gradient = eqx.filter_jit(
+        eqx.filter_value_and_grad(loss_fn, has_aux=True)
+    )(model)
     for x, y in zip(found, expected, strict=True):
         assert_near(x, y.detach())
-    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)  # a float32 sum in another order
-    # A norm follows some biases and takes away what they add: there are gradients that are but rounding.
+    # A float32 sum in another order.
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    # A norm follows some biases and takes away what they add: there are gradients that
+    # are but rounding.
     assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
 
 
@@ -44,10 +49,19 @@ UNETS = [("sd1", 8, "none"), ("sd2", 8, "full"), ("other", 7, "none")]
 
 
 @pytest.mark.parametrize(("name", "height", "remat"), UNETS)
-def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat, directory, reference):
+def test_predictions_and_gradients_equal_those_of_diffusers(
+    name, height, remat, directory, reference
+):
     generator = np.random.default_rng(0)
-    sample, texts = generator.normal(size=(2, 4, height, 8)), generator.normal(size=(2, 5, 24))
-    sample, times, texts = np.float32(sample), np.asarray([3, 901], np.int32), np.float32(texts)
+    sample, texts = (
+        generator.normal(size=(2, 4, height, 8)),
+        generator.normal(size=(2, 5, 24)),
+    )
+    sample, times, texts = (
+        np.float32(sample),
+        np.asarray([3, 901], np.int32),
+        np.float32(texts),
+    )
     noise = np.random.default_rng(2).normal(size=sample.shape).astype(np.float32)
     there = reference(name)
     expected = there(*map(torch.tensor, (sample, times, texts))).sample
@@ -58,22 +72,34 @@ def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat,
         found = model(*map(jnp.asarray, (sample, times, texts)))
         return jnp.mean(jnp.square(found - noise)), (found,)
 
-    assert_same(there, loss, (expected,), load_pretrained(directory(name), remat=remat), loss_fn)
+    assert_same(
+        there, loss, (expected,), load_pretrained(directory(name), remat=remat), loss_fn
+    )
 
 
 @pytest.mark.parametrize("name", ["vae", "vae_bare"])
-def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, directory, reference):
+def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(
+    name, directory, reference
+):
     there = reference(name)
     latents = there.encode(torch.tensor(IMAGES)).latent_dist
     decoded = there.decode(latents.mean + 0.5 * latents.std).sample
-    loss = torch.mean((decoded - torch.tensor(IMAGES)) ** 2) + 1e-2 * latents.kl().mean()
+    loss = (
+        torch.mean((decoded - torch.tensor(IMAGES)) ** 2) + 1e-2 * latents.kl().mean()
+    )
     expected = latents.mean, latents.logvar, decoded
 
     def loss_fn(model):
         mean, log_variance = model.encode(jnp.asarray(IMAGES))
         decoded = model.decode(mean + 0.5 * jnp.exp(0.5 * log_variance))
-        kl = 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance, axis=(1, 2, 3))
-        return jnp.mean((decoded - IMAGES) ** 2) + 1e-2 * jnp.mean(kl), (mean, log_variance, decoded)
+        kl = 0.5 * jnp.sum(
+            mean**2 + jnp.exp(log_variance) - 1 - log_variance, axis=(1, 2, 3)
+        )
+        return jnp.mean((decoded - IMAGES) ** 2) + 1e-2 * jnp.mean(kl), (
+            mean,
+            log_variance,
+            decoded,
+        )
 
     assert_same(there, loss, expected, load_pretrained(directory(name)), loss_fn)
 
@@ -83,22 +109,33 @@ def test_the_variance_is_cut_as_in_diffusers(directory, tmp_path):
     arrays = load_file(directory("vae") / WEIGHTS)
     arrays["quant_conv.weight"] = 60 * arrays["quant_conv.weight"]
     save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((directory("vae") / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(
+        (directory("vae") / "config.json").read_bytes()
+    )
     with torch.no_grad():
-        encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(torch.tensor(IMAGES))
+        encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(
+            torch.tensor(IMAGES)
+        )
     expected = encoded.latent_dist.logvar.numpy()
     assert (expected.min(), expected.max()) == (-30, 20)
-    _, found = eqx.filter_jit(lambda model, x: model.encode(x))(load_pretrained(tmp_path), IMAGES)
+    _, found = eqx.filter_jit(lambda model, x: model.encode(x))(
+        load_pretrained(tmp_path), IMAGES
+    )
     assert_near(found, expected)
 
 
 @pytest.mark.parametrize("name", IMAGE_MODELS)
-def test_files_come_back_bit_for_bit_with_their_configuration(name, directory, tmp_path, reference):
+def test_files_come_back_bit_for_bit_with_their_configuration(
+    name, directory, tmp_path, reference
+):
     save_pretrained(load_pretrained(directory(name)), tmp_path)
     before, after = load_file(directory(name) / WEIGHTS), load_file(tmp_path / WEIGHTS)
     assert before.keys() == after.keys()
     assert all(x.tobytes() == after[key].tobytes() for key, x in before.items())
-    one, other = (json.loads((where / "config.json").read_text()) for where in (tmp_path, directory(name)))
+    one, other = (
+        json.loads((where / "config.json").read_text())
+        for where in (tmp_path, directory(name))
+    )
     assert one == other
     assert_bit_equal(opened(tmp_path, type(reference(name))), reference(name))
 
@@ -106,11 +143,17 @@ def test_files_come_back_bit_for_bit_with_their_configuration(name, directory, t
 def test_an_option_that_is_left_out_means_the_same():
     for model_type, (kind, _) in PARTS.items():
         channels = (32,) * len(kind().block_out_channels)
-        theirs = dict(getattr(diffusers, model_type)(block_out_channels=channels).config)
+        theirs = dict(
+            getattr(diffusers, model_type)(block_out_channels=channels).config
+        )
         del theirs["block_out_channels"]
         for name, x in kind().to_json().items():
             if name in theirs:
-                assert x == (list(theirs[name]) if isinstance(theirs[name], tuple) else theirs[name]), name
+                assert x == (
+                    list(theirs[name])
+                    if isinstance(theirs[name], tuple)
+                    else theirs[name]
+                ), name
         for name, x in kind.only.items():
             assert theirs[name] == x, name
 
@@ -128,5 +171,10 @@ def test_old_files_of_autoencoders_are_read(shape, directory, tmp_path):
         arrays[key if old is None else key.replace(old, OLD[old])] = x
     assert any(".query." in key for key in arrays)
     save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((directory("vae") / "config.json").read_bytes())
-    assert_identical(to_arrays(load_pretrained(tmp_path)), to_arrays(load_pretrained(directory("vae"))))
+    (tmp_path / "config.json").write_bytes(
+        (directory("vae") / "config.json").read_bytes()
+    )
+    assert_identical(
+        to_arrays(load_pretrained(tmp_path)),
+        to_arrays(load_pretrained(directory("vae"))),
+    )

@@ -14,7 +14,9 @@ IMAGES = [
     np.random.default_rng(i).integers(0, 256, shape, dtype=np.uint8)
     for i, shape in enumerate([(40, 60, 3), (33, 21, 3), (16, 16, 3)])
 ]
-ROUNDING = 1e-5  # of float32: the rescaled mean is subtracted before the division, or after it
+ROUNDING = (
+    1e-5  # of float32: the rescaled mean is subtracted before the division, or after it
+)
 
 
 def load(path, entries):
@@ -23,7 +25,11 @@ def load(path, entries):
     return load_image_processor(path)
 
 
-ODD = {"size": {"height": 20, "width": 30}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+ODD = {
+    "size": {"height": 20, "width": 30},
+    "image_mean": [0.1, 0.2, 0.3],
+    "image_std": [0.4, 0.5, 0.6],
+}
 FILES = [
     *((kind, {}) for kind in ("ViT", "DeiT", "CLIP")),
     ("ViT", {"do_rescale": False, "size": 16}),
@@ -35,12 +41,16 @@ FILES = [
 
 @pytest.mark.parametrize(("kind", "entries"), FILES)
 def test_images_equal_those_of_transformers(kind, entries, tmp_path):
-    ours = [load(tmp_path, {"image_processor_type": f"{kind}ImageProcessor", **entries})]
+    ours = [
+        load(tmp_path, {"image_processor_type": f"{kind}ImageProcessor", **entries})
+    ]
     there = getattr(transformers, f"{kind}ImageProcessorPil").from_pretrained(tmp_path)
     there.save_pretrained(tmp_path)  # with all its entries
     ours.append(load_image_processor(tmp_path))
     images = [PIL.Image.fromarray(x) for x in IMAGES]
-    expected = np.stack([there(x, return_tensors="np")["pixel_values"][0] for x in images])
+    expected = np.stack(
+        [there(x, return_tensors="np")["pixel_values"][0] for x in images]
+    )
     for processor, given in zip(ours, (images, IMAGES), strict=True):
         found = processor(given)
         assert found.dtype == np.float32
@@ -48,31 +58,52 @@ def test_images_equal_those_of_transformers(kind, entries, tmp_path):
 
 
 REFUSED = [
-    ({"image_processor_type": "LevitImageProcessor"}, "image_processor_type='Levit.*' is not.*ViT, DeiT, CLIP"),
+    (
+        {"image_processor_type": "LevitImageProcessor"},
+        "image_processor_type='Levit.*' is not.*ViT, DeiT, CLIP",
+    ),
     ({"size": {"longest_edge": 9}}, "size={'longest_edge': 9} is not supported"),
     ({"do_pad": True}, "do_pad=True is not supported"),
-    *(({"image_mean": x}, "image_mean=.*must be three numbers") for x in ([0.5], [0.5, 0.5, float("nan")])),
+    *(
+        ({"image_mean": x}, "image_mean=.*must be three numbers")
+        for x in ([0.5], [0.5, 0.5, float("nan")])
+    ),
     ({"image_std": [0.5, 0, 0.5]}, "image_std=.*must be three positive numbers"),
-    ({"rescale_factor": "1/255"}, "rescale_factor='1/255', but it must be a positive number"),
-    ({"resample": "bicubic"}, "resample='bicubic', but it must be a filter of Pillow, from 0 to 5"),
+    (
+        {"rescale_factor": "1/255"},
+        "rescale_factor='1/255', but it must be a positive number",
+    ),
+    (
+        {"resample": "bicubic"},
+        "resample='bicubic', but it must be a filter of Pillow, from 0 to 5",
+    ),
     *(
         ({"size": x}, "size=.*, but it must be of integers from 1 to 4096")
         for x in ({"height": 9, "width": 9.5}, True, [224, 224])
     ),
-    ({"do_center_crop": True, "crop_size": -1}, "crop_size=-1, but it must be of integers"),
+    (
+        {"do_center_crop": True, "crop_size": -1},
+        "crop_size=-1, but it must be of integers",
+    ),
 ]
 
 
 def test_files_that_are_not_supported_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="preprocessor_config"):
         load_image_processor(tmp_path)
-    assert_refused(lambda entries: load(tmp_path, entries), REFUSED, begin=r"preprocessor_config\.json: ")
+    assert_refused(
+        lambda entries: load(tmp_path, entries),
+        REFUSED,
+        begin=r"preprocessor_config\.json: ",
+    )
 
 
 def test_bad_images_are_refused(tmp_path):
     ours = load(tmp_path, {"size": {"shortest_edge": 224}})
     assert ours([np.zeros((1, 300, 3), np.uint8)]).shape == (1, 3, 224, 67200)
-    with pytest.raises(ValueError, match="1 x 10000 to 224 x 2240000, but the limit is 16777216 pixels"):
+    with pytest.raises(
+        ValueError, match="1 x 10000 to 224 x 2240000, but the limit is 16777216 pixels"
+    ):
         ours([np.zeros((1, 10000, 3), np.uint8)])
     ours = load(tmp_path, {"do_resize": False})
     with pytest.raises(ValueError, match="a batch has one shape"):

@@ -1,4 +1,5 @@
-"""Branches that were trained here open in peft, and those of peft open here, with the same logits."""
+"""Branches that were trained here open in peft, and those of peft open here, with the
+same logits."""
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +29,23 @@ def test_peft_opens_what_was_saved_here(directory, tmp_path):
     arrays = to_arrays(adapted)
     for path, x in arrays.items():
         if path.endswith("lora_b"):
-            arrays[path] = jnp.asarray(np.random.default_rng(len(path)).normal(size=x.shape), x.dtype)
+            arrays[path] = jnp.asarray(
+                np.random.default_rng(len(path)).normal(size=x.shape), x.dtype
+            )
     noisy = from_arrays(adapted, arrays)
     save_lora(noisy, tmp_path)
-    expected = torch_output(peft.PeftModel.from_pretrained(LLAMA.make(), tmp_path).eval(), INPUTS)
-    assert distance(torch_output(LLAMA.make(), INPUTS), expected, INPUTS) > 0.1, "the branches must matter"
+    expected = torch_output(
+        peft.PeftModel.from_pretrained(LLAMA.make(), tmp_path).eval(), INPUTS
+    )
+    assert distance(torch_output(LLAMA.make(), INPUTS), expected, INPUTS) > 0.1, (
+        "the branches must matter"
+    )
     assert_same_logits(expected, noisy, merge_lora(noisy))
 
 
 def variants():
-    """Return options of peft's LoRA, each with the reason for refusing it here, or nothing."""
+    """Return options of peft's LoRA, each with the reason for refusing it here, or
+    nothing."""
     config = peft.tuners.lora.config
     taken = (
         {"target_modules": TARGETS, "use_rslora": True},
@@ -69,14 +77,25 @@ def variants():
         {"monteclora_config": config.MontecloraConfig()},
         {"use_bdlora": config.BdLoraConfig(["q_proj"], ["v_proj"], nblocks=2)},
     )
-    return [*((options, None) for options in taken), *((options, next(iter(options))) for options in refused)]
+    return [
+        *((options, None) for options in taken),
+        *((options, next(iter(options))) for options in refused),
+    ]
 
 
 def test_every_variant_has_the_same_logits_or_is_refused_by_name(directory, tmp_path):
     for i, (options, refused) in enumerate(variants()):
-        model = load_pretrained(directory("llama_linear"), stacked=i == 0)  # where all layers have branches
+        # All layers have branches there.
+        model = load_pretrained(directory("llama_linear"), stacked=i == 0)
         torch.manual_seed(0)
-        config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **options})
+        config = peft.LoraConfig(
+            **{
+                "r": 4,
+                "lora_alpha": 6,
+                "target_modules": ["q_proj", "v_proj"],
+                **options,
+            }
+        )
         there = peft.get_peft_model(LLAMA.make(), config).eval()
         with torch.no_grad():
             for name, x in there.named_parameters():
@@ -84,7 +103,12 @@ def test_every_variant_has_the_same_logits_or_is_refused_by_name(directory, tmp_
                     x.add_(0.3 * torch.randn(x.shape))
         there.save_pretrained(tmp_path / str(i))
         if refused is None:
-            assert_same_logits(torch_output(there, INPUTS), load_lora(model, tmp_path / str(i)))
+            assert_same_logits(
+                torch_output(there, INPUTS), load_lora(model, tmp_path / str(i))
+            )
         else:
-            with pytest.raises(ValueError, match=rf"adapter_config\.json: {refused}=.* is not supported"):
+            with pytest.raises(
+                ValueError,
+                match=rf"adapter_config\.json: {refused}=.* is not supported",
+            ):
                 load_lora(model, tmp_path / str(i))

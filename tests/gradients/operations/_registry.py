@@ -1,4 +1,5 @@
-"""The operations that generated programs are made of, each with the settings that it can be drawn with.
+"""The operations that generated programs are made of, each with the settings that it
+can be drawn with.
 
 An operation is `(weight, x, index, **settings) -> y`:
 
@@ -52,7 +53,9 @@ def mixed(weight: Any, x: Any) -> Any:
     return rows(weight, x) @ weight("weight", x.shape[-1], 8)
 
 
-def operation(family: str, begin: Apply = lambda weight, x: x, **settings: Any) -> Callable[[Apply], Apply]:
+def operation(
+    family: str, begin: Apply = lambda weight, x: x, **settings: Any
+) -> Callable[[Apply], Apply]:
     """Enters a function under its own name."""
 
     def enter(apply: Apply) -> Apply:

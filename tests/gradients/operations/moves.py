@@ -1,8 +1,16 @@
-"""Pooling, padding, rolls, joins, sorts, cumulative sums: what moves elements about, or picks some."""
+"""Pooling, padding, rolls, joins, sorts, cumulative sums: what moves elements about, or
+picks some."""
 
 import jax
 import jax.numpy as jnp
-from gradients.operations._registry import either, mixed, one_of, operation, rows, scaled
+from gradients.operations._registry import (
+    either,
+    mixed,
+    one_of,
+    operation,
+    rows,
+    scaled,
+)
 
 AXIS = one_of(1, 2, 0)
 
@@ -17,13 +25,18 @@ AXIS = one_of(1, 2, 0)
 def pool(weight, x, index, *, how, size, stride, padding):
     x = x * weight("scale", x.shape[-1])
     rank = x.ndim - 2
-    windows, strides = (1, *(min(size, n) for n in x.shape[1:-1]), 1), (1, *[stride] * rank, 1)
+    windows, strides = (
+        (1, *(min(size, n) for n in x.shape[1:-1]), 1),
+        (1, *[stride] * rank, 1),
+    )
     start = {"mean": 0.0, "max": -jnp.inf, "min": jnp.inf}[how]
     reduce = {"mean": jax.lax.add, "max": jax.lax.max, "min": jax.lax.min}[how]
     return jax.lax.reduce_window(x, start, reduce, windows, strides, padding)
 
 
-@operation("moves", mode=one_of("constant", "reflect", "edge", "wrap", "interior", "negative"))
+@operation(
+    "moves", mode=one_of("constant", "reflect", "edge", "wrap", "interior", "negative")
+)
 def pad(weight, x, index, *, mode):
     x = x * weight("scale", x.shape[-1])
     if mode in ("interior", "negative"):
@@ -39,13 +52,20 @@ def roll(weight, x, index, *, axis, by, of):
     return x @ jnp.roll(weight("weight", x.shape[-1], 16), by, axis=min(axis, 1))
 
 
-@operation("moves", mixed, axis=AXIS, how=one_of("flip", "concatenate", "stack", "repeat", "split"))
+@operation(
+    "moves",
+    mixed,
+    axis=AXIS,
+    how=one_of("flip", "concatenate", "stack", "repeat", "split"),
+)
 def join(weight, x, index, *, axis, how):
     if how == "flip":
         return jnp.flip(x, axis) * weight("scale", 8)
     if how == "split":
         parts = jnp.array_split(x, 3, axis)
-        return x + sum(part.mean(axis, keepdims=True) * (i + 1) for i, part in enumerate(parts))
+        return x + sum(
+            part.mean(axis, keepdims=True) * (i + 1) for i, part in enumerate(parts)
+        )
     if how == "concatenate":
         y = jnp.concatenate([x, 2 * x, jnp.tanh(x)], axis)
     elif how == "stack":
@@ -56,7 +76,11 @@ def join(weight, x, index, *, axis, how):
     return y[: x.shape[0]] + y[-x.shape[0] :]
 
 
-@operation("moves", mixed, how=one_of("slices", "interleave", "shuffle", "transpose", "batch_to_length"))
+@operation(
+    "moves",
+    mixed,
+    how=one_of("slices", "interleave", "shuffle", "transpose", "batch_to_length"),
+)
 def rearranged(weight, x, index, *, how):
     b, length, c = x.shape
     if how == "slices":
@@ -64,7 +88,9 @@ def rearranged(weight, x, index, *, how):
     if how == "interleave":
         return jnp.stack([x, -x * weight("scale", 8)], 2).reshape(b, 2 * length, c)
     if how == "shuffle":
-        return x.reshape(b, length, 2, 4).swapaxes(2, 3).reshape(b, length, 8) * weight("scale", 8)
+        return x.reshape(b, length, 2, 4).swapaxes(2, 3).reshape(b, length, 8) * weight(
+            "scale", 8
+        )
     if how == "transpose":
         return x.swapaxes(1, 2) * weight("scale", length)
     mixed = weight("mix", 2 * length, 2 * length) @ x.reshape(b // 2, 2 * length, c)
@@ -93,10 +119,16 @@ def top_k(weight, x, index, *, k, along):
 
 
 @operation(
-    "moves", scaled, how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"), axis=AXIS, reverse=either
+    "moves",
+    scaled,
+    how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"),
+    axis=AXIS,
+    reverse=either,
 )
 def cumulative(weight, x, index, *, how, axis, reverse):
-    return getattr(jax.lax, how)(1 + 0.1 * x if how == "cumprod" else x, axis=axis, reverse=reverse)
+    return getattr(jax.lax, how)(
+        1 + 0.1 * x if how == "cumprod" else x, axis=axis, reverse=reverse
+    )
 
 
 @operation("moves", rows, axis=AXIS, reverse=either)

@@ -18,20 +18,28 @@ def filter_rfft(weight, x, index, *, axis, norm):
     """A learned filter between a transform and its inverse."""
     n = x.shape[axis]
     filters = weight("real", n // 2 + 1) + 1j * weight("imag", n // 2 + 1)
-    y = jnp.fft.rfft(x, axis=axis, norm=norm) * (filters if axis == 2 else filters[:, None])
+    y = jnp.fft.rfft(x, axis=axis, norm=norm) * (
+        filters if axis == 2 else filters[:, None]
+    )
     return jnp.fft.irfft(y, n, axis=axis, norm=norm)
 
 
 @operation("spectral", mixed, axes=one_of((1, 2), (0, 1), (0, 2)), real=either)
 def fft2(weight, x, index, *, axes, real):
     y = jnp.fft.rfft2(x, axes=axes) if real else jnp.fft.fft2(x, axes=axes)
-    return x.mean() + (x if y.shape != x.shape else jnp.real(y)) + jnp.mean(jnp.abs(y) ** 2)
+    return (
+        x.mean()
+        + (x if y.shape != x.shape else jnp.real(y))
+        + jnp.mean(jnp.abs(y) ** 2)
+    )
 
 
 @operation("spectral", axis=one_of(0, 1), inverse=either)
 def fft_of_weight(weight, x, index, *, axis, inverse):
     square = weight("weight", x.shape[-1], 16)
-    moved = jnp.fft.ifft(square, axis=axis) if inverse else jnp.fft.fft(square, axis=axis)
+    moved = (
+        jnp.fft.ifft(square, axis=axis) if inverse else jnp.fft.fft(square, axis=axis)
+    )
     return jnp.real(x @ moved) + jnp.imag(x.mean() * moved.mean(0))
 
 
