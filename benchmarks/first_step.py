@@ -9,7 +9,7 @@ layout from the traced program, the compiled step, and the line that says what i
 on arrays with the same layout, and donates them. "checked" is "plain" with two things
 that a step of `fit` computes as well: the norm of the gradient, and the old state if
 loss or norm are not finite. None includes imports (of which only "ours" needs
-`scipy.optimize`, 0.8 s), the birth of the model, or a step.
+`scipy.optimize`, 0.8 s), the initialization of the model, or a step.
 
 With `--cache`, both sides run twice with one cache of compiled programs: seconds of
 wall time from the start of the process to the end of the first step, without the

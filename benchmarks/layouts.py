@@ -45,7 +45,7 @@ from redco_eqx._dataflow.engine import choose_layout, weigh
 from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analysis_of, explain_by
-from redco_eqx._step.mends import for_partitioner
+from redco_eqx._step.workarounds import for_partitioner
 
 TENSOR = 4
 
@@ -76,12 +76,12 @@ def compiled_bytes(
     mesh: Mesh,
     options: Any = COMPILER_OPTIONS,
     *,
-    mended: bool = False,
+    corrected: bool = False,
 ) -> int:
     """Return the bytes that the compiled loss and gradient send. A gradient is laid out
     like its parameter.
 
-    `mended`: replaces the operations that the steps of the library replace, such as
+    `corrected`: replaces the operations that the steps of the library replace, such as
     Fourier transforms.
     """
 
@@ -119,11 +119,11 @@ def compiled_bytes(
 
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
-    def mended_step(*arguments: Any) -> Any:
+    def corrected_step(*arguments: Any) -> Any:
         return for_partitioner(trace(step, *arguments), mesh)(*arguments)
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
-    jitted = jax.jit(mended_step if mended else step, out_shardings=layout)
+    jitted = jax.jit(corrected_step if corrected else step, out_shardings=layout)
     compiled = jitted.lower(params, buffers, batch).compile(options)
     return rx.communication(compiled, mesh).total.sent_bytes
 
@@ -478,7 +478,9 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], lis
                 sent[name] = sent[same]
             else:
                 program = case.model, case.loss, case.batch
-                sent[name] = compiled_bytes(*program, specs, mesh, mended=not engines)
+                sent[name] = compiled_bytes(
+                    *program, specs, mesh, corrected=not engines
+                )
             cells[name] = f"{sent[name] / 1e6:.3f}"
         except Exception as error:
             cells[name] = cells.get(same, type(error).__name__[:9])

@@ -4,15 +4,15 @@ tests detect some.
     python benchmarks/mutants.py sample draw the mutants, into mutants.json python
     benchmarks/mutants.py measure record the lines and the time of each test (once per
     code) python benchmarks/mutants.py run run each mutant against the tests of its
-    room; prints a table
+    subpackage; prints a table
 
 You may stop `run` and start it again: it goes on where it was. `measure` forgets the
 fates of the mutants.
 
 cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that
 run the line of a mutant are tried, the quickest first. If no test is known to run it
-(the line runs at import, or in a process that a test starts), all tests of its room are
-tried.
+(the line runs at import, or in a process that a test starts), all tests of its
+subpackage are tried.
 """
 
 import collections
@@ -38,12 +38,13 @@ NUM_MUTANTS, SEED, AT_MOST_SECONDS = 130, 0, 900
 
 WITH_FAMILIES = "models/tests/test_core_with_families.py"
 
-# The tests for each room of the core. "." stands for the files beside the rooms.
+# The tests for each subpackage of the core. "." stands for the files beside the
+# subpackages.
 TESTS = {
     ".": [
         "tests/test_tree.py",
         "tests/test_door.py",
-        "tests/birth",
+        "tests/sharded_init",
         "tests/step",
         "tests/sharding",
         WITH_FAMILIES,
@@ -52,10 +53,10 @@ TESTS = {
         "tests/test_tree.py",
         "tests/test_door.py",
         "tests/traced",
-        "tests/kept",
+        "tests/compile_cache",
         "tests/step",
         "tests/dataflow",
-        "tests/birth",
+        "tests/sharded_init",
     ],
     "_checkpoint": ["tests/checkpoint", "tests/training", "tests/test_door.py"],
     "_compiled": ["tests/compiled", "tests/planning"],
@@ -73,7 +74,7 @@ TESTS = {
     "_step": [
         "tests/step",
         "tests/traced",
-        "tests/kept",
+        "tests/compile_cache",
         "tests/dataflow",
         "tests/training",
         WITH_FAMILIES,
@@ -163,7 +164,7 @@ def is_python(code: str) -> bool:
 
 
 def sample() -> list[dict[str, Any]]:
-    """Draw random sites from each room, in proportion to the sites there, and an
+    """Draw random sites from each subpackage, in proportion to the sites there, and an
     operator for each site."""
     known, draw = operators(), random.Random(SEED)
     by_room: dict[str, list[Any]] = collections.defaultdict(list)
@@ -352,7 +353,7 @@ def fate(
         **mutant,
         "killed": bool(by),
         "by": by,
-        "tests": len(nodes) or "room",
+        "tests": len(nodes) or "subpackage",
         "seconds": taken,
     }
 
@@ -384,10 +385,10 @@ def run() -> None:
     counts = collections.Counter(
         (room_of(REPOSITORY / m["file"]), m["killed"]) for m in mutants
     )
-    print(f"{'room':<16}{'mutants':>8}{'killed':>8}")
-    for room in TESTS:
-        killed, alive = counts[room, True], counts[room, False]
-        print(f"{room:<16}{killed + alive:>8}{killed:>8}")
+    print(f"{'subpackage':<16}{'mutants':>8}{'killed':>8}")
+    for subpackage in TESTS:
+        killed, alive = counts[subpackage, True], counts[subpackage, False]
+        print(f"{subpackage:<16}{killed + alive:>8}{killed:>8}")
     print(f"{'all':<16}{len(mutants):>8}{sum(m['killed'] is True for m in mutants):>8}")
 
 

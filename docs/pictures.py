@@ -3,7 +3,7 @@
 
 import pathlib
 
-from house import rooms
+from architecture import subpackages
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -75,27 +75,27 @@ def pair() -> None:
     figure.savefig(PICTURES / "pair.png", dpi=150)
 
 
-def house() -> None:
-    """The rooms by floors: each stands above all that it imports, and is joined to
-    those just below."""
-    imports = rooms()
+def architecture() -> None:
+    """The subpackages by floors: each stands above all that it imports, and is joined
+    to those just below."""
+    imports = subpackages()
     floors: dict[str, int] = {}
-    for room, below in imports.items():  # in order, from the ground up
-        floors[room] = 1 + max((floors[other] for other in below), default=-1)
+    for subpackage, below in imports.items():  # in order, from the ground up
+        floors[subpackage] = 1 + max((floors[other] for other in below), default=-1)
     places = {}
     for floor in range(max(floors.values()) + 1):
-        there = [room for room in imports if floors[room] == floor]
+        there = [subpackage for subpackage in imports if floors[subpackage] == floor]
         places |= {
-            room: (4.2 * (i - (len(there) - 1) / 2), 1.5 * floor)
-            for i, room in enumerate(there)
+            subpackage: (4.2 * (i - (len(there) - 1) / 2), 1.5 * floor)
+            for i, subpackage in enumerate(there)
         }
     figure = Figure(figsize=(10, 8))
     axes = figure.subplots()
     axes.axis("off")
-    for room, below in imports.items():
+    for subpackage, below in imports.items():
         indirect = set().union(*(_all_below(imports, other) for other in below))
         for other in below - indirect:
-            (x, y), (x_below, y_below) = places[room], places[other]
+            (x, y), (x_below, y_below) = places[subpackage], places[other]
             axes.plot(
                 [x, x_below],
                 [y - 0.33, y_below + 0.33],
@@ -103,8 +103,8 @@ def house() -> None:
                 linewidth=0.9,
                 zorder=1,
             )
-    for room, (x, y) in places.items():
-        color = "#3a6ea5" if room.startswith("models") else "#e4572e"
+    for subpackage, (x, y) in places.items():
+        color = "#3a6ea5" if subpackage.startswith("models") else "#e4572e"
         box = {
             "boxstyle": "round,pad=0.45",
             "facecolor": "white",
@@ -114,7 +114,7 @@ def house() -> None:
         axes.text(
             x,
             y,
-            room,
+            subpackage,
             ha="center",
             va="center",
             fontsize=10,
@@ -123,18 +123,20 @@ def house() -> None:
             zorder=2,
         )
     axes.margins(x=0.12, y=0.05)
-    figure.savefig(PICTURES / "house.png", dpi=110, bbox_inches="tight")
+    figure.savefig(PICTURES / "architecture.png", dpi=110, bbox_inches="tight")
 
 
-def _all_below(imports: dict[str, set[str]], room: str) -> set[str]:
-    return imports[room].union(*(_all_below(imports, other) for other in imports[room]))
+def _all_below(imports: dict[str, set[str]], subpackage: str) -> set[str]:
+    return imports[subpackage].union(
+        *(_all_below(imports, other) for other in imports[subpackage])
+    )
 
 
 def main() -> None:
     """All of them."""
     PICTURES.mkdir(exist_ok=True)
     pair()
-    house()
+    architecture()
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def defined(page: str, *marks: str, **given: object) -> dict[str, Any]:
 
 def public(path: str) -> object:
     """Return the object of a public name such as `redco_eqx.layers.row`."""
-    face, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(face), name)
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _docstring(path: str) -> str:

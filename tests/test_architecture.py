@@ -1,5 +1,5 @@
-"""The house: imports point one way, importing has no effect, and what is public is
-documented."""
+"""The architecture: imports point one way, importing has no effect, and what is public
+is documented."""
 
 import ast
 import graphlib
@@ -9,8 +9,8 @@ import pathlib
 import re
 from collections import defaultdict
 
+from architecture import subpackages
 from fit_helpers import printed
-from house import rooms
 
 import redco_eqx as rx
 
@@ -30,11 +30,11 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 CORE = [path for path in TEXTS if path.parts[0] != "models"]
 MODELS = [path for path in TEXTS if path.parts[0] == "models"]
 # What only re-exports, by name.
-FACES = [
+PUBLIC = [
     pathlib.Path(f"{name}.py")
     for name in ("__init__", "errors", "layers", "types", "models/__init__")
 ]
-INSIDE = [path for path in TEXTS if path not in FACES]
+INSIDE = [path for path in TEXTS if path not in PUBLIC]
 
 PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")
 EFFECTS = {
@@ -52,11 +52,11 @@ EXCEPT = {
     # Threads for virtual devices, before JAX starts them.
     pathlib.Path("_sharding/mesh.py"): {"os"},
     # Which modules are installed, and what is imported.
-    pathlib.Path("_step/kept.py"): {"pathlib", "sys"},
+    pathlib.Path("_step/compile_cache.py"): {"pathlib", "sys"},
 }
 
 
-def room_of(path: pathlib.Path | tuple[str, ...]) -> str:
+def subpackage_of(path: pathlib.Path | tuple[str, ...]) -> str:
     parts = path.with_suffix("").parts if isinstance(path, pathlib.Path) else path
     return "/".join(parts[:2]) if parts[0] == "models" else parts[0]
 
@@ -90,20 +90,20 @@ def imported(path: pathlib.Path) -> set[tuple[str, ...]]:
     return {in_table(parts).parts for parts in modules(path) if parts[0] == own}
 
 
-def test_a_room_imports_what_its_row_says_and_stands_above_it():
-    table = rooms()
-    assert {room_of(path) for path in INSIDE} == set(table)
-    for i, (room, row) in enumerate(table.items()):
+def test_a_subpackage_imports_what_its_row_says_and_stands_above_it():
+    table = subpackages()
+    assert {subpackage_of(path) for path in INSIDE} == set(table)
+    for i, (subpackage, row) in enumerate(table.items()):
         assert row <= set(list(table)[:i]), (
-            f"{room} imports {row}, which are not all above it"
+            f"{subpackage} imports {row}, which are not all above it"
         )
         arrows = {
-            room_of(x)
+            subpackage_of(x)
             for path in INSIDE
-            if room_of(path) == room
+            if subpackage_of(path) == subpackage
             for x in imported(path)
-        } - {room}
-        assert arrows == row, room
+        } - {subpackage}
+        assert arrows == row, subpackage
 
 
 def test_the_second_package_uses_only_public_names_of_the_core():
@@ -150,8 +150,8 @@ def test_the_core_names_no_family_and_no_file_format_of_models():
 
 
 def test_the_table_of_names_is_the_list_of_imports():
-    """The face of the core has two lists: imports for type checkers, and a table for
-    the program."""
+    """The public module of the core has two lists: imports for type checkers, and a
+    table for the program."""
     tree = TREES[pathlib.Path("__init__.py")]
     block = next(node for node in tree.body if isinstance(node, ast.If))
     listed = {
@@ -169,9 +169,9 @@ def test_files_do_not_import_each_other_in_a_circle():
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(TEXTS)
 
 
-def test_pure_rooms_touch_nothing_outside():
+def test_pure_subpackages_touch_nothing_outside():
     for path in INSIDE:
-        if room_of(path) in PURE:
+        if subpackage_of(path) in PURE:
             assert not {parts[0] for parts in modules(path)} & EFFECTS - EXCEPT.get(
                 path, set()
             ), path
@@ -194,6 +194,7 @@ LOADED = [
     "_base.jaxprs",
     "_base.protocols",
     "_base.tree",
+    "_base.warn",
     "_checkpoint",
     "_checkpoint.runs",
     "_data",
@@ -212,18 +213,19 @@ LOADED = [
     "_parallel.scan",
     "_paths",
     "_sharding",
+    "_sharding.constraint",
     "_sharding.mesh",
     "_step",
+    "_step.compile_cache",
     "_step.gather",
     "_step.init",
-    "_step.kept",
     "_step.layout",
-    "_step.mends",
     "_step.optimizer",
     "_step.rounding",
     "_step.state",
     "_step.steps",
     "_step.window",
+    "_step.workarounds",
     "_training",
     "_training.course",
     "_training.evaluation",

@@ -12,11 +12,11 @@ from typing import Any
 from .settings import Setting
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-ROOMS = (
-    "birth",
+FOLDERS = (
+    "sharded_init",
     "checkpoint",
     "data",
-    "kept",
+    "compile_cache",
     "parallel",
     "planning",
     "step",
@@ -35,13 +35,13 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
     `every_test.py`. Tolerances are made for products in float32 (`highest`), not for
     those in TF32. What fails with `JAX_PLATFORMS=cpu` and `TESTS_ON=device` too fails
     for want of devices."""
-    rooms = [f"tests/{room}" for room in ROOMS]
+    folders = [f"tests/{folder}" for folder in FOLDERS]
     paths = (
         SOME
         if is_small
         else PARITY
         if setting.model == "parity"
-        else (*rooms, *FAMILIES)
+        else (*folders, *FAMILIES)
     )
     precision = "highest" if setting.precision == "highest" else "tensorfloat32"
     # Tests start processes of their own, which share the device's memory.

@@ -1,5 +1,5 @@
-"""What the core does for models of the families: births, storage, gathers, counts,
-meshes that are set."""
+"""What the core does for models of the families: initializers, storage, gathers,
+counts, meshes that are set."""
 
 import functools
 import types
@@ -21,27 +21,29 @@ from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
 import redco_eqx_models as models
-from redco_eqx import _birth as making
+from redco_eqx import _sharded_init as sharded_init
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Communication, communication
 from redco_eqx._planning.memory import num_flops
 from redco_eqx._training.run import peak_seconds
 from redco_eqx_models._families.registry import FAMILIES, PARTS
 
-# Births.
+# Initializers.
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PARTS])
 def test_every_family_is_made_shard_by_shard(name):
     """At its default sizes, its layers stacked where it has layers; only traced."""
     config, model = {**FAMILIES, **PARTS}[name]
-    closed, _, _ = making.trace_arrays(
+    closed, _, _ = sharded_init.trace_arrays(
         lambda key: model(config(), stacked=name in FAMILIES, key=key), KEY
     )
-    made, _ = making.births_of(closed, KEY)
-    assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {
-        "spread"
-    }
+    made, _ = sharded_init.initializers_of(closed, KEY)
+    assert {
+        initializer.way
+        for initializer in made
+        if not sharded_init.is_small(initializer.leaf)
+    } == {"spread"}
 
 
 def test_models_generate_and_their_layers_communicate_under_a_mesh_that_is_set():

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from redco_eqx._base.tree import cast as cast
     from redco_eqx._base.tree import from_arrays as from_arrays
     from redco_eqx._base.tree import to_arrays as to_arrays
-    from redco_eqx._birth import init_model as init_model
     from redco_eqx._checkpoint.checkpoints import Checkpoints as Checkpoints
     from redco_eqx._checkpoint.checkpoints import save as save
     from redco_eqx._checkpoint.record import list_checkpoints as list_checkpoints
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         initialize_distributed as initialize_distributed,
     )
     from redco_eqx._planning.plan import plan as plan
+    from redco_eqx._sharded_init import init_model as init_model
     from redco_eqx._sharding.kinds import parameter_kinds as parameter_kinds
     from redco_eqx._sharding.mesh import batch_sharding as batch_sharding
     from redco_eqx._sharding.mesh import make_mesh as make_mesh
@@ -55,7 +55,7 @@ _MODULES = ("errors", "layers", "types")
 _NAMES_IN = {
     "_base.protocols": ("Mean", "split_activations"),
     "_base.tree": ("by_path", "cast", "from_arrays", "to_arrays"),
-    "_birth": ("init_model",),
+    "_sharded_init": ("init_model",),
     "_checkpoint.checkpoints": ("Checkpoints", "save"),
     "_checkpoint.record": ("list_checkpoints",),
     "_checkpoint.restore": ("restore",),

@@ -18,9 +18,9 @@ SECTIONS = [
     for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
     if ":::" in section
 ]
-FACES = [
+MODULES = [
     "redco_eqx",
-    *(f"redco_eqx.{face}" for face in ("errors", "layers", "types")),
+    *(f"redco_eqx.{module}" for module in ("errors", "layers", "types")),
     "redco_eqx_models",
 ]
 
@@ -29,12 +29,12 @@ def listed(text: str) -> list[str]:
     return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_each_name_of_a_face_is_listed_once(face):
-    """Those in `__all__`, or what a face of imports alone gives names to."""
+@pytest.mark.parametrize("module", MODULES)
+def test_each_name_of_a_module_is_listed_once(module):
+    """Those in `__all__`, or what a module of imports alone gives names to."""
     modules, module = (
-        {name.rpartition(".")[2] for name in FACES},
-        importlib.import_module(face),
+        {name.rpartition(".")[2] for name in MODULES},
+        importlib.import_module(module),
     )
     imported = [
         name
@@ -42,13 +42,13 @@ def test_each_name_of_a_face_is_listed_once(face):
         if name[0] != "_" and not inspect.ismodule(x)
     ]
     names = [
-        f"{face}.{name}"
+        f"{module}.{name}"
         for name in getattr(module, "__all__", imported)
         if name not in modules
     ]
     everywhere = [name for page in REFERENCE for name in listed(page.read_text())]
     assert sorted(names) == sorted(
-        name for name in everywhere if name.rpartition(".")[0] == face
+        name for name in everywhere if name.rpartition(".")[0] == module
     )
 
 

@@ -78,7 +78,7 @@ def program(*operations: Spec, **other: Any) -> Spec:
     } | other
 
 
-# Each on meshes and layouts where it is wrong without what mends it in the library.
+# Each on meshes and layouts where it is wrong without the workaround in the library.
 GOLDEN: dict[str, Spec] = {
     # XLA sums the gradient of a grouped convolution over axes that do not split the
     # batch.

@@ -370,7 +370,7 @@ def test_keys():
         raised(Exception, init_state, {"a": jnp.ones(1)}, key=key, match="key")
 
 
-# Sharded birth; more in tests/birth.
+# Sharded initialization; more in tests/sharded_init.
 
 
 def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):

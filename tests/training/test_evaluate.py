@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import redco_eqx as rx
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step import kept
+from redco_eqx._step import compile_cache
 from redco_eqx._step.state import TRAIN, stream
 from redco_eqx._training.evaluation import NUM_AHEAD
 
@@ -291,7 +291,7 @@ def test_rows_of_evaluations_and_when_they_are_made() -> None:
 
 def test_evaluation_changes_nothing_in_training_and_steps_are_compiled_once() -> None:
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=tiny.predict_fn)
-    kept._programs.clear()
+    compile_cache._programs.clear()
     with compilations() as compiled:
         found = tiny.fit(loss_fn=tiny.scalar_loss, num_epochs=3, evaluation=evaluation)
     assert (compiled.count(tiny.STEP), compiled.count(tiny.BODY)) == (2, 1)

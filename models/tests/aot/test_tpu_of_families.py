@@ -20,7 +20,7 @@ from steps_for_tpus import assert_sends_the_least, compiled, num_bytes, over
 
 import redco_eqx as rx
 import redco_eqx_models as models
-from redco_eqx import _birth as making
+from redco_eqx import _sharded_init as sharded_init
 from redco_eqx._base.tree import leaves_with_paths
 
 SIZES = workloads.Sizes(
@@ -88,19 +88,21 @@ def test_a_stack_is_born_in_shards():
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
     path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)
     make: Any = partial(models.OPTForCausalLM, config, stacked=True)
-    closed, arrays, static = making.trace_arrays(lambda key: make(key=key), key)
+    closed, arrays, static = sharded_init.trace_arrays(lambda key: make(key=key), key)
     sharding = dict(
         leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh))
     )[path]
-    births, values = making.births_of(closed, key)
-    birth = births[[name for name, _ in leaves_with_paths(arrays)].index(path)]
-    run: Any = making.compiled(birth, sharding)
+    initializers, values = sharded_init.initializers_of(closed, key)
+    initializer = initializers[
+        [name for name, _ in leaves_with_paths(arrays)].index(path)
+    ]
+    run: Any = sharded_init.compiled(initializer, sharding)
     memory = (
-        run.lower(*[values[var] for var in birth.program.invars])
+        run.lower(*[values[var] for var in initializer.program.invars])
         .compile()
         .memory_analysis()
     )
     whole = 64 * 36864 * 9216 * 4
-    assert birth.way == "spread"
+    assert initializer.way == "spread"
     assert memory.output_size_in_bytes <= 1.01 * whole / 64
     assert memory.temp_size_in_bytes <= 0.01 * whole / 64

@@ -1,2 +1,2 @@
-"""The terms that every room uses: leaves by path, the three functions, traced
+"""The terms that every subpackage uses: leaves by path, the three functions, traced
 programs."""

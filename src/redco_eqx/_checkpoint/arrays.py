@@ -30,7 +30,7 @@ from redco_eqx._step.state import TrainState
 
 MODEL = ("model/", "model_state/")
 
-_ROOMS = {
+_PREFIXES = {
     "params": "model",
     "frozen": "model",
     "model_state": "model_state",
@@ -42,9 +42,10 @@ def to_names(state: TrainState) -> dict[str, AnyArray]:
     """Return every array by its name in a checkpoint: `model/<path>`, trainable or not,
     `model_state/<path>`, `optimizer/<path>`, `step`, `key`."""
     names: dict[str, AnyArray] = {}
-    for field, room in _ROOMS.items():
+    for field, prefix in _PREFIXES.items():
         names |= {
-            f"{room}/{path}": x for path, x in to_arrays(getattr(state, field)).items()
+            f"{prefix}/{path}": x
+            for path, x in to_arrays(getattr(state, field)).items()
         }
     return {**names, "step": state.step, "key": state.key}
 
@@ -52,10 +53,10 @@ def to_names(state: TrainState) -> dict[str, AnyArray]:
 def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
     """Return `like` with these arrays: the inverse of `to_names`."""
     parts: dict[str, Any] = {"step": arrays["step"], "key": arrays["key"]}
-    for field, room in _ROOMS.items():
+    for field, prefix in _PREFIXES.items():
         own = getattr(like, field)
         parts[field] = from_arrays(
-            own, {path: arrays[f"{room}/{path}"] for path in to_arrays(own)}
+            own, {path: arrays[f"{prefix}/{path}"] for path in to_arrays(own)}
         )
     return dataclasses.replace(like, **parts)
 

@@ -329,7 +329,7 @@ def unreadable(path: pathlib.Path, error: BaseException) -> CheckpointError:
     """Make the error for a checkpoint that the operating system cannot read."""
     return CheckpointError(
         f"{path} cannot be read: {in_brief(error)}. The checkpoint may be whole, so "
-        "nothing was renamed or changed. Mend the cause (too many open files, a "
+        "nothing was renamed or changed. Fix the cause (too many open files, a "
         "permission, a mount), and try again"
     )
 

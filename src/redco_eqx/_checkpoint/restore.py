@@ -191,11 +191,13 @@ def select(
     """
     own = to_names(like)
     names_of = rename(info.arrays, renamed)
-    rooms = ("",) if only is None else MODEL
+    prefixes = ("",) if only is None else MODEL
     found = {
-        names_of[name]: x for name, x in info.arrays.items() if name.startswith(rooms)
+        names_of[name]: x
+        for name, x in info.arrays.items()
+        if name.startswith(prefixes)
     }
-    wanted = {name: info_of(x) for name, x in own.items() if name.startswith(rooms)}
+    wanted = {name: info_of(x) for name, x in own.items() if name.startswith(prefixes)}
     names = set()
     problems = []
     for name in {**wanted, **found}:
@@ -406,10 +408,11 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
         )
     renamed = {}
     for name in names:
-        room, _, path = name.partition("/")
+        prefix, _, path = name.partition("/")
         parts = path.split(".")
         ends = [
-            ".".join(parts[i:]) for i in range(len(parts) if room == "optimizer" else 1)
+            ".".join(parts[i:])
+            for i in range(len(parts) if prefix == "optimizer" else 1)
         ]
         end = next((x for x in ends if x in leaves), "")  # the longest one
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")

@@ -7,7 +7,7 @@ import math
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
-from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
+from redco_eqx._sharding.mesh import batch_axes, tensor_size, traced_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,45 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from redco_eqx._base.tree import from_arrays, is_array, to_arrays
-from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
-
-# The mesh that traced arrays lie on, read from the arrays themselves.
-
-
-def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
-    """The mesh of the first array that has one, if its axes are all Auto; otherwise
-    `None`.
-
-    Under a trace, an array no longer knows its spec. It does know its mesh, if it was
-    committed to one (or is a `ShapeDtypeStruct` with a sharding). `None` means one
-    device, or the inside of a `shard_map`.
-    """
-    for x in jax.tree.leaves(trees):
-        if isinstance(x, jax.Array):
-            mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-            if not mesh.empty:
-                known = any(axis in mesh.shape for axis in AXES)
-                return (
-                    mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
-                )
-    return None
-
-
-def tensor_size(mesh: AbstractMesh | None) -> int:
-    """The number of shards over `tensor`; 1 without a mesh."""
-    return 1 if mesh is None else axis_size(mesh, "tensor")
-
-
-def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
-    """The axes that split a batch of this size: all batch axes, or `None` if they do
-    not divide it."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
-
+from redco_eqx._sharding.mesh import tensor_size, traced_mesh
 
 # Sums over devices inside a `shard_map` and their transposes, in a form that every
 # compiler accepts.

@@ -15,13 +15,15 @@ from jaxtyping import PyTree
 from redco_eqx._base.tree import describe, is_array, leaves_with_paths
 from redco_eqx._parallel.linear import (
     Remat,
-    batch_axes,
     check_sequence,
     marked,
+)
+from redco_eqx._sharding.mesh import (
+    axis_size,
+    batch_axes,
     tensor_size,
     traced_mesh,
 )
-from redco_eqx._sharding.mesh import axis_size
 
 # Policies of `jax.checkpoint`: they decide which values a backward pass keeps, and
 # which it computes again.

@@ -18,13 +18,16 @@ from redco_eqx._parallel.linear import (
     Layer,
     SplitLayer,
     apply,
-    batch_axes,
     check_sequence,
     split_layer,
+)
+from redco_eqx._sharding.mesh import (
+    axes_of,
+    axis_size,
+    batch_axes,
     tensor_size,
     traced_mesh,
 )
-from redco_eqx._sharding.mesh import axes_of, axis_size
 
 
 @jax.named_scope("redco_eqx.embed")

@@ -17,13 +17,13 @@ from jaxtyping import PyTree
 from redco_eqx._base.compiler import merges, narrows
 from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
-from redco_eqx._birth import trace_arrays
 from redco_eqx._dataflow.engine import Analysis, with_activations
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
 from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
+from redco_eqx._sharded_init import trace_arrays
 from redco_eqx._sharding.mesh import (
     AXES,
     batch_sharding,

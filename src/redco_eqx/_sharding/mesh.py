@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from redco_eqx._base.protocols import check_positive, check_whole
 from redco_eqx._base.tree import is_key
@@ -170,6 +170,11 @@ def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> in
     return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
+def tensor_size(mesh: AbstractMesh | None) -> int:
+    """The number of shards over `tensor`; 1 without a mesh."""
+    return 1 if mesh is None else axis_size(mesh, "tensor")
+
+
 def misfit(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str:
     """Describe why a spec does not fit arrays of this shape; empty if it fits."""
     if len(spec) > len(shape):
@@ -203,6 +208,13 @@ def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """The number of parts into which the leading dim of a batch is split."""
     return axis_size(mesh, BATCH_AXES)
+
+
+def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
+    """The axes that split a batch of this size: all batch axes, or `None` if they do
+    not divide it."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:
@@ -340,6 +352,25 @@ def _mesh_on(x: Any) -> Any:
         else getattr(x, "sharding", None)
     )
     return getattr(sharding, "mesh", None)
+
+
+def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
+    """The mesh of the first array that has one, if its axes are all Auto; otherwise
+    `None`.
+
+    Under a trace, an array no longer knows its spec. It does know its mesh, if it was
+    committed to one (or is a `ShapeDtypeStruct` with a sharding). `None` means one
+    device, or the inside of a `shard_map`.
+    """
+    for x in jax.tree.leaves(trees):
+        if isinstance(x, jax.Array):
+            mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+            if not mesh.empty:
+                known = any(axis in mesh.shape for axis in AXES)
+                return (
+                    mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
+                )
+    return None
 
 
 @contextlib.contextmanager

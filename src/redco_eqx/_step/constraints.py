@@ -26,6 +26,7 @@ from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
+from redco_eqx._sharding.constraint import sharding_constraint
 from redco_eqx._sharding.mesh import (
     BATCH_AXES,
     STORED,
@@ -33,7 +34,6 @@ from redco_eqx._sharding.mesh import (
     axis_size,
     num_batch_shards,
 )
-from redco_eqx._step.mends import lay
 
 
 def lay_out(
@@ -229,7 +229,9 @@ class _Constraints:
         ):
             return atom
         sharding = NamedSharding(self.mesh, self.spec(value, state, is_sum=is_sum))
-        one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
+        one = jax.make_jaxpr(lambda x: sharding_constraint(x, sharding))(
+            abstract(type_of(atom))
+        )
         equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
         return one.jaxpr.outvars[0]
 

@@ -18,17 +18,19 @@ from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._base.warn import warn
-from redco_eqx._parallel.linear import batch_axes, traced_mesh
+from redco_eqx._sharding.constraint import sharding_constraint
 from redco_eqx._sharding.mesh import (
     ShardingWarning,
     axis_size,
+    batch_axes,
     misfit,
     num_batch_shards,
     tensor_dim,
+    traced_mesh,
 )
 from redco_eqx._step.gather import gather_where_used, is_split
-from redco_eqx._step.mends import for_partitioner, lay
 from redco_eqx._step.state import TrainState, is_pair
+from redco_eqx._step.workarounds import for_partitioner
 
 # The layout that a step follows.
 
@@ -163,7 +165,7 @@ def split_rows(
             x = jnp.asarray(x)
             entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
             entries[dim] = batch_axes(mesh, rows[0])
-            x = lay(x, NamedSharding(mesh, PartitionSpec(*entries)))
+            x = sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
         elif rows and rows[0] > shards:
             # A tail with fewer rows can only be computed whole.
             odd.append(f"{path or 'array'} has {rows[0]} rows")

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from redco_eqx._base.tree import children, describe, is_array, join
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx._step.kept import compile_once
+from redco_eqx._step.compile_cache import compile_once
 from redco_eqx._step.state import TrainState
 
 

@@ -34,8 +34,7 @@ from redco_eqx._base.tree import (
     leaves_with_paths,
     to_arrays,
 )
-from redco_eqx._parallel.linear import traced_mesh
-from redco_eqx._sharding.mesh import context_of, in_own_context, replicated
+from redco_eqx._sharding.mesh import context_of, in_own_context, replicated, traced_mesh
 from redco_eqx._step.layout import (
     check_on_mesh,
     constrain,
@@ -47,7 +46,6 @@ from redco_eqx._step.layout import (
     shardings_by_path,
     split_rows,
 )
-from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.optimizer import (
     check_optimizer,
     learning_rate_of,
@@ -65,6 +63,7 @@ from redco_eqx._step.state import (
     check_unchanged,
     stream,
 )
+from redco_eqx._step.workarounds import for_partitioner
 
 # Checks of the value that a loss function returns.
 

@@ -36,7 +36,7 @@ from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._paths import local_path
 from redco_eqx._sharding.mesh import in_own_context, put_global, replicated
-from redco_eqx._step.kept import check_compiles, compile_once, signature
+from redco_eqx._step.compile_cache import check_compiles, compile_once, signature
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole

@@ -27,7 +27,7 @@ from redco_eqx._data.placement import check_batch_size
 from redco_eqx._distributed.consensus import check_complete, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.kept import check_compiles
+from redco_eqx._step.compile_cache import check_compiles
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import (
     TrainState,

@@ -23,7 +23,7 @@ from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog, leave_call
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.kept import compile_once, signature
+from redco_eqx._step.compile_cache import compile_once, signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import Window, accumulated, all_finite, guarded

@@ -6,9 +6,9 @@ import pathlib
 import re
 from typing import Any
 
-import births
 import equinox as eqx
 import helpers
+import initializers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 from fit_helpers import assert_identical, compilations, host
 from hosts import harness
 
-from redco_eqx import _birth as making
+from redco_eqx import _sharded_init as sharded_init
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
 from redco_eqx._base.tree import leaves_with_paths
 
@@ -26,12 +26,13 @@ KEY = jax.random.key(7)
 def plan(make: Any, mesh: Any) -> tuple[list[tuple[str, Any, jax.NamedSharding]], Any]:
     """For each leaf its path, how it is made, and its sharding; and the values that the
     programs read."""
-    closed, arrays, static = making.trace_arrays(make, KEY)
+    closed, arrays, static = sharded_init.trace_arrays(make, KEY)
     shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh)))
-    made, values = making.births_of(closed, KEY)
+    made, values = sharded_init.initializers_of(closed, KEY)
     paths = [path for path, _ in leaves_with_paths(arrays)]
     return [
-        (path, birth, shardings[path]) for path, birth in zip(paths, made, strict=True)
+        (path, initializer, shardings[path])
+        for path, initializer in zip(paths, made, strict=True)
     ], values
 
 
@@ -57,17 +58,19 @@ def to_rounding(x: Any, y: Any, path: Any = "") -> None:
 # Where it is computed, and what
 
 
-@pytest.mark.parametrize("name", births.SPREAD)
+@pytest.mark.parametrize("name", initializers.SPREAD)
 def test_a_device_makes_its_own_shard_and_nothing_larger(name):
     split = 0
-    planned, values = plan(births.SPREAD[name], make_mesh(tensor=4, fsdp=2))
-    for path, birth, sharding in planned:
-        shape = birth.leaf.aval.shape
-        if math.prod(shape) <= making.SMALL:
+    planned, values = plan(initializers.SPREAD[name], make_mesh(tensor=4, fsdp=2))
+    for path, initializer, sharding in planned:
+        shape = initializer.leaf.aval.shape
+        if math.prod(shape) <= sharded_init.SMALL:
             continue
-        assert birth.way == "spread", path
-        run: Any = making.compiled(birth, sharding)
-        compiled = run.lower(*[values[var] for var in birth.program.invars]).compile()
+        assert initializer.way == "spread", path
+        run: Any = sharded_init.compiled(initializer, sharding)
+        compiled = run.lower(
+            *[values[var] for var in initializer.program.invars]
+        ).compile()
         shard = math.prod(sharding.shard_shape(shape))
         # A draw of many is made of a few, of 32 bits, each as large as the shard.
         assert largest(compiled) <= shard, path
@@ -82,21 +85,25 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
 def test_the_measure_sees_what_is_whole():
     sharding = jax.NamedSharding(make_mesh(tensor=8), jax.P("tensor"))
     whole = jax.jit(
-        lambda key: births.orthogonal(key, (64, 64)), out_shardings=sharding
+        lambda key: initializers.orthogonal(key, (64, 64)), out_shardings=sharding
     )
     assert largest(whole.lower(KEY).compile()) >= 64 * 64
 
 
 def test_other_arrays_are_made_whole():
-    for name, make in births.OTHERS.items():
-        ((_, birth, _),), _ = plan(make, make_mesh(tensor=4, fsdp=2))
-        assert birth.way == "whole", name
+    for name, make in initializers.OTHERS.items():
+        ((_, initializer, _),), _ = plan(make, make_mesh(tensor=4, fsdp=2))
+        assert initializer.way == "whole", name
     with jax.threefry_partitionable(False):
-        ((_, birth, _),), _ = plan(births.SPREAD["embedding"], make_mesh(tensor=8))
-        assert birth.way == "whole"
+        ((_, initializer, _),), _ = plan(
+            initializers.SPREAD["embedding"], make_mesh(tensor=8)
+        )
+        assert initializer.way == "whole"
 
 
-@pytest.mark.parametrize("make", [births.everything, births.SPREAD["jitted"]])
+@pytest.mark.parametrize(
+    "make", [initializers.everything, initializers.SPREAD["jitted"]]
+)
 def test_values_are_those_of_make_model_on_every_mesh(make):
     born = to_arrays(init_model(make, helpers.mesh_of("one"), key=KEY))
     for path, x in to_arrays(make(KEY)).items():
@@ -154,7 +161,7 @@ def test_effects_keep_their_order():
     def make(key: Any) -> list[Any]:
         layers = []
         for i, layer_key in enumerate(jax.random.split(key, 3)):
-            layers.append(births.SPREAD["embedding"](layer_key))
+            layers.append(initializers.SPREAD["embedding"](layer_key))
             jax.debug.callback(lambda i=i: said.append(i), ordered=True)
         return layers
 
@@ -174,7 +181,7 @@ def make_deep(depth: int, key: Any) -> list[Any]:
     layers = []
     for i, layer_key in enumerate(jax.random.split(key, depth)):
         linear = eqx.nn.Linear(40, 2048, key=layer_key)
-        weight = births.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
+        weight = initializers.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
         key = jax.random.split(key, 3)[1]
         layers.append(
             (linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40)))
@@ -189,7 +196,7 @@ def test_compilations_grow_neither_with_depth_nor_by_a_jit_nor_by_a_second_model
 
     def count(make: Any, *keys: Any) -> int:
         jax.clear_caches()
-        making._jit.cache_clear()
+        sharded_init._jit.cache_clear()
         with compilations() as compiled:
             for key in keys:
                 init_model(make, mesh, key=key)
@@ -200,7 +207,7 @@ def test_compilations_grow_neither_with_depth_nor_by_a_jit_nor_by_a_second_model
     assert count(lambda key: make_deep(5, key), KEY, jax.random.key(1)) == once
     jitted, plain = (
         count(lambda key, make=make: make(key=key), KEY)
-        for make in (births.JITTED, births.block)
+        for make in (initializers.JITTED, initializers.block)
     )
     assert jitted <= plain
 
@@ -209,7 +216,7 @@ def test_compilations_grow_neither_with_depth_nor_by_a_jit_nor_by_a_second_model
 
 
 def test_two_processes(tmp_path):
-    program = pathlib.Path(births.__file__)
+    program = pathlib.Path(initializers.__file__)
     processes = harness.start_loopback(
         tmp_path, program=program, num_devices=2, JAX_ENABLE_X64=0
     )

@@ -1,5 +1,5 @@
-"""The rooms of the package and what each imports, by CONTRIBUTING.md: a test holds that
-to the real imports."""
+"""The subpackages of the package and what each imports, by CONTRIBUTING.md: a test
+holds that to the real imports."""
 
 import pathlib
 import re
@@ -7,9 +7,9 @@ import re
 PAGE = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
 
 
-def rooms() -> dict[str, set[str]]:
+def subpackages() -> dict[str, set[str]]:
     """The rows of the table, from the ground up."""
     rows = re.findall(
         r"^\| `([\w/]+)` \|.*\| (?:`(.*)` )?\|$", PAGE.read_text(), re.MULTILINE
     )
-    return {room: set(imports.split()) for room, imports in rows}
+    return {subpackage: set(imports.split()) for subpackage, imports in rows}

@@ -25,14 +25,14 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._step import kept as programs
+from redco_eqx._step import compile_cache
 
 EXAMPLES, KEY = make_examples(14), jax.random.key(1)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_kept_before() -> None:
-    programs._programs.clear()
+    compile_cache._programs.clear()
 
 
 def train(loss_fn: Any, optimizer: Any = None, **arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def test_another_run_is_another_program() -> None:
         assert compiled.count("jit(body)") == 1, changed
         if "loss_fn" in changed:
             assert not np.array_equal(found.params["weight"], first.params["weight"])
-            programs._programs.clear()
+            compile_cache._programs.clear()
             assert_same(found, train(**{**arguments, **changed}))
 
 
@@ -274,13 +274,15 @@ def test_options_of_jax_count() -> None:
 
 def test_only_those_that_were_used_last_are_kept() -> None:
     state = linear_state()
-    programs._programs.clear()
+    compile_cache._programs.clear()
 
     def num_compiled(target: int) -> int:
         with compilations() as compiled:
             evaluate(state, make_loss(float(target)))
         return compiled.count("jit(inference)")
 
-    assert [num_compiled(i) for i in range(programs._MOST)] == [1] * programs._MOST
-    assert [num_compiled(i) for i in (0, programs._MOST, 0, 1)] == [0, 1, 0, 1]
-    assert len(programs._programs) == programs._MOST
+    assert [num_compiled(i) for i in range(compile_cache._MOST)] == [
+        1
+    ] * compile_cache._MOST
+    assert [num_compiled(i) for i in (0, compile_cache._MOST, 0, 1)] == [0, 1, 0, 1]
+    assert len(compile_cache._programs) == compile_cache._MOST

@@ -51,7 +51,7 @@ SMALL = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Birth:
+class Initializer:
     """The plan for making one array of the model.
 
     - `leaf`: the variable of the array in the traced program.
@@ -66,7 +66,9 @@ class Birth:
     program: Jaxpr
 
 
-def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Concrete]]:
+def initializers_of(
+    closed: ClosedJaxpr, key: Key
+) -> tuple[list[Initializer], dict[Var, Concrete]]:
     """Plan how to make each result of `closed` from `key`, and compute the small values
     along the way."""
     jaxpr = closed.jaxpr
@@ -137,7 +139,7 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
     }
     spread = _spread(equations, {var for var in values if is_small(var)})
 
-    def birth(leaf: Var) -> Birth:
+    def initializer(leaf: Var) -> Initializer:
         needed: set[int] = set()
         stack = [leaf]
         while stack:
@@ -154,13 +156,13 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         ]
         inputs = list(dict.fromkeys(read))
         way = "given" if leaf in values else "spread" if leaf in spread else "whole"
-        return Birth(
+        return Initializer(
             leaf,
             way,
             jaxpr.replace(constvars=(), invars=inputs, outvars=[leaf], eqns=own),
         )
 
-    return [birth(leaf) for leaf in leaves], values
+    return [initializer(leaf) for leaf in leaves], values
 
 
 def _computed(
@@ -340,10 +342,11 @@ def init_model(
             for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)
         ]
     else:
-        births, values = births_of(closed, key)
-        _check_apart(arrays, [birth.leaf for birth in births])
+        initializers, values = initializers_of(closed, key)
+        _check_apart(arrays, [initializer.leaf for initializer in initializers])
         made = [
-            make(birth, values, sharding) for birth, sharding in zip(births, shardings)
+            make(initializer, values, sharding)
+            for initializer, sharding in zip(initializers, shardings)
         ]
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
 
@@ -401,24 +404,28 @@ def _on_this_process(key: Key) -> Key:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> Array:
+def make(
+    initializer: Initializer, values: dict[Var, Concrete], sharding: NamedSharding
+) -> Array:
     """Make the array of one leaf on its devices."""
-    if birth.way == "given":
-        return put_global(values[birth.leaf], sharding)
-    value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
-    if birth.way == "spread":
+    if initializer.way == "given":
+        return put_global(values[initializer.leaf], sharding)
+    value = compiled(initializer, sharding)(
+        *[values[var] for var in initializer.program.invars]
+    )
+    if initializer.way == "spread":
         return value
     # Wait for this array. Otherwise the next one would be made, whole, at the same
     # time.
     return jax.block_until_ready(put_global(value, sharding))
 
 
-def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
+def compiled(initializer: Initializer, sharding: NamedSharding) -> Callable[..., Array]:
     """The jitted program of a leaf, shared by all leaves with equal programs and
     shardings."""
-    program = birth.program
+    program = initializer.program
     canonical = Canonical(program, str(program), tuple(_constants(program)))
-    return _jit(canonical, sharding if birth.way == "spread" else None)
+    return _jit(canonical, sharding if initializer.way == "spread" else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Workarounds for XLA and JAX: operations that the partitioner gets wrong, and a
-constraint for `vmap`."""
+"""Workarounds for XLA: operations that its partitioner gets wrong."""
 
 import functools
 import math
@@ -8,14 +7,13 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
-from redco_eqx._parallel.linear import batch_axes, psum, vary
-from redco_eqx._sharding.mesh import BATCH_AXES
+from redco_eqx._parallel.linear import psum, vary
+from redco_eqx._sharding.mesh import BATCH_AXES, batch_axes
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split
 # over devices.
@@ -31,7 +29,7 @@ from redco_eqx._sharding.mesh import BATCH_AXES
 #   the compiler raises or aborts. No upstream issue known.
 # - With `feature_group_count > 1` and several channels in or out for each group, the
 #   batch is gathered, and each device computes the whole batch: openxla/xla#47945 (to
-#   be mended by openxla/xla#48086).
+#   be fixed by openxla/xla#48086).
 #
 # Inside a `shard_map` over all axes nothing is left to partition.
 
@@ -243,58 +241,3 @@ def for_partitioner(
         )
 
     return program.replace(rewrite(program.closed.jaxpr, replacement))
-
-
-# A constraint under `vmap`.
-
-
-def lay(x: Array, sharding: NamedSharding) -> Array:
-    """Constrain the layout of an array. Under `vmap`, it leaves out the axis that
-    `spmd_axis_name` names."""
-    return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
-
-
-def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _batched(
-    axis: Any,
-    operands: Any,
-    dims: Any,
-    *,
-    mesh: Mesh | AbstractMesh,
-    spec: PartitionSpec,
-) -> Any:
-    """Constrain the same dims of each array under `vmap`, without the axes that
-    `spmd_axis_name` names."""
-    (x,) = operands
-    (new,) = dims
-    taken = getattr(axis, "spmd_name", None) or ()
-    entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
-    for i, entry in enumerate(entries):
-        names = (
-            (entry,)
-            if isinstance(entry, str)
-            else entry
-            if isinstance(entry, tuple)
-            else ()
-        )
-        kept = tuple(name for name in names if name not in taken)
-        entries[i] = (
-            entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
-        )
-    if new is not None:
-        entries.insert(new, taken or PartitionSpec.UNCONSTRAINED)
-    return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
-
-
-# A primitive, because `with_sharding_constraint` raises an error under
-# `vmap(spmd_axis_name="data")`, which lays out clients over `data`, although it should
-# give way.
-_lay_p = Primitive("lay")
-_lay_p.def_impl(lambda x, **_: x)
-_lay_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_lay_p, lambda cotangent, *_, **options: [cotangent])
-batching.fancy_primitive_batchers[_lay_p] = _batched
-mlir.register_lowering(_lay_p, mlir.lower_fun(_lay, multiple_results=False))

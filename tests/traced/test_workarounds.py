@@ -21,7 +21,7 @@ from helpers import abstract, assert_close, filled, mesh_of, stepped
 import redco_eqx as rx
 from redco_eqx._base.jaxprs import rewrite, trace
 from redco_eqx._compiled.communication import communication
-from redco_eqx._step.mends import for_partitioner
+from redco_eqx._step.workarounds import for_partitioner
 
 UNIT_SGD = optax.sgd(1.0)
 ACROSS = mesh_of("data2xtensor4")
@@ -150,7 +150,7 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
         return jnp.mean(inside(model, x) ** 2)
 
     with pytest.raises(
-        ValueError, match=r"test_mends\.py:\d+ \(.*stem\): a grouped convolution"
+        ValueError, match=r"test_workarounds\.py:\d+ \(.*stem\): a grouped convolution"
     ):
         partitioned(jax.grad(f))(*placed())
 
@@ -169,8 +169,8 @@ def test_a_whole_array_is_padded_into_a_split_one():
                 x, jax.NamedSharding(mesh, jax.P(axis))
             )
 
-        mended = jax.jit(for_partitioner(trace(pad, x), mesh))(x)
-        np.testing.assert_array_equal(mended[1], pad(x)[0], str(config))
+        corrected = jax.jit(for_partitioner(trace(pad, x), mesh))(x)
+        np.testing.assert_array_equal(corrected[1], pad(x)[0], str(config))
 
 
 def test_other_programs_are_left_as_they_are():
@@ -194,7 +194,7 @@ def lost(old: rx.TrainState, new: rx.TrainState) -> dict[str, np.ndarray]:
     }
 
 
-def test_steps_and_a_users_own_step_are_mended_and_refuse_a_state_given_away():
+def test_steps_and_a_users_own_step_are_corrected_and_refuse_a_state_given_away():
     shardings = rx.shard_rules(make_stem(), ACROSS)
     state = rx.init_state(
         eqx.filter_shard(make_stem(), shardings), UNIT_SGD, key=jax.random.key(1)
