@@ -52,7 +52,7 @@ def measured(name: str, side: str) -> dict[str, float]:
 
     import redco_eqx as rx
     from redco_eqx._compiled.communication import cost
-    from redco_eqx._training.run import train_program
+    from redco_eqx._training.program import train_program
 
     jax.config.update("jax_num_cpu_devices", 8)
     seconds: dict[str, float] = {}

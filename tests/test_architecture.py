@@ -193,6 +193,7 @@ LOADED = [
     "_base.compiler",
     "_base.jaxprs",
     "_base.protocols",
+    "_base.rewriting",
     "_base.tree",
     "_base.warn",
     "_checkpoint",
@@ -221,6 +222,7 @@ LOADED = [
     "_step.init",
     "_step.layout",
     "_step.optimizer",
+    "_step.passes",
     "_step.rounding",
     "_step.state",
     "_step.steps",
@@ -230,7 +232,10 @@ LOADED = [
     "_training.course",
     "_training.evaluation",
     "_training.fit",
+    "_training.in_flight",
     "_training.loggers",
+    "_training.lost_updates",
+    "_training.program",
     "_training.run",
 ]
 """The modules that a `fit` of an MLP on one device loads. Anything else is imported

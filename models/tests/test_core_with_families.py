@@ -25,7 +25,7 @@ from redco_eqx import _sharded_init as sharded_init
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Communication, communication
 from redco_eqx._planning.memory import num_flops
-from redco_eqx._training.run import peak_seconds
+from redco_eqx._training.program import peak_seconds
 from redco_eqx_models._families.registry import FAMILIES, PARTS
 
 # Initializers.

@@ -19,7 +19,8 @@ from gradients.steps import check
 from helpers import abstract, assert_close, filled, mesh_of, stepped
 
 import redco_eqx as rx
-from redco_eqx._base.jaxprs import rewrite, trace
+from redco_eqx._base.jaxprs import trace
+from redco_eqx._base.rewriting import replace_operations
 from redco_eqx._compiled.communication import communication
 from redco_eqx._step.workarounds import for_partitioner
 
@@ -378,7 +379,7 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_an_operation_is_replaced_wherever_it_stands(form):
     program = trace(lambda x: FORMS[form](jnp.sin, x), XS)
-    jaxpr = rewrite(
+    jaxpr = replace_operations(
         program.closed.jaxpr, lambda e: jnp.cos if e.primitive.name == "sin" else None
     )
     expected = FORMS[form](jnp.cos, XS)
@@ -387,4 +388,6 @@ def test_an_operation_is_replaced_wherever_it_stands(form):
         program.replace(jaxpr)(XS),
         expected,
     )
-    assert rewrite(program.closed.jaxpr, lambda e: None) is program.closed.jaxpr
+    assert (
+        replace_operations(program.closed.jaxpr, lambda e: None) is program.closed.jaxpr
+    )

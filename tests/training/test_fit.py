@@ -50,7 +50,7 @@ def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     state = tiny.mlp_state(arguments["optimizer"])
     layout = {path: x.sharding for path, x in state.params.items()}
     expected = tiny.state_after(6, state, examples, **arguments)
-    monkeypatch.setattr("redco_eqx._training.run.train_step", spying)
+    monkeypatch.setattr("redco_eqx._training.program.train_step", spying)
     with compilations() as compiled:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)

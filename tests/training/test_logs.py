@@ -21,7 +21,8 @@ from fit_helpers import EXAMPLES, Rows, counted, fit, fit_with_history
 
 import redco_eqx as rx
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, progress_bar
-from redco_eqx._training.run import Training, peak_seconds
+from redco_eqx._training.program import peak_seconds
+from redco_eqx._training.run import Training
 
 # Rows
 
@@ -102,7 +103,7 @@ def test_rates(
     # As if the device were one that has a peak.
     chip = np.array([types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
     monkeypatch.setattr(
-        "redco_eqx._training.run.peak_seconds",
+        "redco_eqx._training.program.peak_seconds",
         lambda program, _: peak_seconds(program, chip),
     )
     rows = Rows()

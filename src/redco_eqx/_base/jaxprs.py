@@ -1,4 +1,4 @@
-"""The reader of traced programs, and functions that run, change and compare them."""
+"""The reader of traced programs, and functions that run and compare them."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ from jax.extend.core import (
     jaxpr_as_fun,
     jaxprs_in_params,
 )  # pyright: ignore[reportPrivateImportUsage]
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from redco_eqx._base.tree import is_key
 
@@ -100,16 +100,6 @@ def num_bytes(aval: Any) -> int:
 def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The operations of a program, with or without constants."""
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def in_body(program: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """The program with its operations changed; the same object if they stay the same
-    object."""
-    inner = change(body(program))
-    if inner is body(program):
-        return program
-    # Since JAX 0.11, a `Jaxpr` may also be closed, and keeps its constants.
-    return program.replace(jaxpr=inner) if isinstance(program, ClosedJaxpr) else inner
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
@@ -232,63 +222,6 @@ def program_digest(closed: ClosedJaxpr) -> str:
                 np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
             )
     return text.hexdigest()[:16]
-
-
-# Replacing operations.
-
-
-Rewrite: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
-"""Returns the function that replaces an operation, with the same operands, or `None` to
-keep the operation."""
-
-# Marks a replacement, so that it is not replaced again.
-_REPLACED = "redco_eqx_replaced"
-
-
-def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
-    """Replace each operation of `jaxpr` for which `rule` gives a function, also inside
-    loops and calls.
-
-    If nothing is replaced in a program, or in a part of it, the same object is
-    returned. Replacements do not reach the derivative of a `custom_jvp` or `custom_vjp`
-    that is not yet differentiated.
-    """
-    equations = [_rewritten(equation, rule) for equation in jaxpr.eqns]
-    changed = any(new is not old for new, old in zip(equations, jaxpr.eqns))
-    return jaxpr.replace(eqns=equations) if changed else jaxpr
-
-
-def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
-    if equation.params.get("name") == _REPLACED:
-        return equation
-    new = rule(equation)
-    if new is not None:
-        operands = [abstract(type_of(atom)) for atom in equation.invars]
-
-        # Under `jit`, the whole replacement is a single operation.
-        def replaced(*operands: Array) -> Array:
-            return new(*operands)
-
-        replaced.__name__ = _REPLACED
-        (call,) = jax.make_jaxpr(jax.jit(replaced))(*operands).jaxpr.eqns
-        return call.replace(
-            invars=equation.invars,
-            outvars=equation.outvars,
-            source_info=equation.source_info,
-        )
-    # A conditional or a linear solve has its programs in a tuple.
-    old, structure = jax.tree.flatten(
-        equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    )
-    inner = [
-        in_body(x, lambda y: rewrite(y, rule))
-        if isinstance(x, Jaxpr | ClosedJaxpr)
-        else x
-        for x in old
-    ]
-    if all(new is x for new, x in zip(inner, old)):
-        return equation
-    return equation.replace(params=jax.tree.unflatten(structure, inner))
 
 
 def manual_axes(equation: JaxprEqn) -> set[str]:

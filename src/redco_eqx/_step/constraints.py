@@ -1,27 +1,23 @@
 """Put a chosen layout of values into the program, as sharding constraints where the
 layout changes."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     Operand,
-    abstract,
-    in_body,
     shape_of,
-    type_of,
 )
+from redco_eqx._base.rewriting import Rewriter, in_bodies
 from redco_eqx._base.tree import is_key
 from redco_eqx._base.warn import warn
-from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
+from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Strategy, Values
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
@@ -57,41 +53,62 @@ def lay_out(
 
 
 class _Constraints:
-    """The sharding constraints that put a solution into a program."""
+    """The sharding constraints that put a solution into a program, and into the
+    programs inside it."""
 
     def __init__(self, solution: Solution, mesh: Mesh | AbstractMesh):
         self.values = solution.values
         self.state = solution.state
         self.mesh = mesh
-        pairs = [
-            (o.step, s)
-            for o, s in zip(self.values.operations, solution.strategies)
-            if o.step
-        ]
-        self._of_step = {id(step): s for step, s in pairs if not step.handed}
-        # The strategies of values that enter or leave a body, by the operation that has
-        # the body.
-        self._handed = {
-            (id(step.equation), id(step.operands[0])): s
-            for step, s in pairs
-            if step.handed
-        }
+        self.strategies: dict[int, Strategy] = {}
+        # Those of values that enter or leave a body, by the operation that has the body
+        # and the value.
+        self.handed: dict[tuple[int, int], Strategy] = {}
+        for operation, strategy in zip(self.values.operations, solution.strategies):
+            step = operation.step
+            if step is None:
+                continue
+            if step.handed:
+                self.handed[id(step.equation), id(step.operands[0])] = strategy
+            else:
+                self.strategies[id(step)] = strategy
         self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
-    def spec(
-        self, value: Value, state: State, *, is_sum: bool = False
-    ) -> PartitionSpec:
+    def program(
+        self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None
+    ) -> Jaxpr:
+        """Constrain a program as `found` says. The program is the body of the operation
+        `around`."""
+        return _ConstrainedProgram(self, jaxpr, found, around).write()
+
+    def put(
+        self,
+        new: Rewriter,
+        operand: Operand,
+        value: Value,
+        state: State,
+        *,
+        is_sum: bool = False,
+    ) -> Operand:
+        """Write a constraint of `operand` into the new program, and return its
+        result."""
+        # `jax.new_ref` makes something other than an array, which is written in place.
+        is_array = isinstance(operand.aval, ShapedArray) and not is_key(operand.aval)
+        if isinstance(operand, Literal) or not is_array or not any(shape_of(operand)):
+            return operand
+        if state == PENDING:
+            return operand
+        sharding = NamedSharding(self.mesh, self._spec(value, state, is_sum=is_sum))
+        return new.apply(lambda x: sharding_constraint(x, sharding), operand)
+
+    def _spec(self, value: Value, state: State, *, is_sum: bool) -> PartitionSpec:
         """The layout of a value. `state` is that of its group. If it `is_sum`, it was
         pending until now."""
         # Leave gradients of weights open, because the gathers say which other axes
         # split them. But sum them over all axes at once: a compiler that makes no
         # reduce-scatters would sum whole arrays for each axis.
-        is_free = (
-            "fsdp" in self._axes
-            and value.is_data
-            and not self.values.batch_dims(value)
-            and not is_sum
-        )
+        is_gradient = value.is_data and not self.values.batch_dims(value)
+        is_free = "fsdp" in self._axes and is_gradient and not is_sum
         entries: list[Any] = [()] * len(value.dims)
         for dim in self.values.batch_dims(value):
             entries[dim] = self._axes
@@ -101,164 +118,169 @@ class _Constraints:
         other = PartitionSpec.UNCONSTRAINED if is_free else None
         return PartitionSpec(*(e[0] if len(e) == 1 else e or other for e in entries))
 
-    def program(
-        self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None
-    ) -> Jaxpr:
-        """Constrain a program as `found` says. The program is the body of the operation
-        `around`."""
-        names: dict[Var, Operand] = {}
-        changed: dict[tuple[Var, State], Operand] = {}
-        equations: list[JaxprEqn] = []
+    def is_stored(self, equation: JaxprEqn, value: Value) -> bool:
+        """True if the result of an operation may be a weight that is not gathered yet,
+        or a gradient that is stored like one."""
+        if "fsdp" in self._axes and not value.is_data:
+            return True
+        sharding = equation.params.get("sharding")
+        return STORED in tuple(getattr(sharding, "spec", ()))
 
-        def read(atom: Operand) -> Operand:
-            return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-        put = functools.partial(self._put, equations)
+class _ConstrainedProgram:
+    """One program with its constraints."""
 
-        def take(atom: Operand, value: Value, taken: State) -> Operand:
-            now = read(atom)
-            wanted = self.values.slot(value, taken)
-            if isinstance(atom, Literal) or wanted in (self.state(value), PENDING):
-                return now
-            key = (atom, wanted)
-            if key not in changed:
-                changed[key] = put(now, value, wanted)
-            return changed[key]
+    def __init__(
+        self,
+        constraints: _Constraints,
+        jaxpr: Jaxpr,
+        found: Body,
+        around: Step | None,
+    ):
+        self._constraints = constraints
+        self._values = constraints.values
+        self._jaxpr = jaxpr
+        self._found = found
+        self._around = around
+        self._new = Rewriter(jaxpr)
+        # The results of constraints to another layout than a value's own, which several
+        # operations may take.
+        self._taken: dict[tuple[Var, State], Operand] = {}
 
-        def hand(
-            around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]
-        ) -> list[Operand]:
-            """Map the atoms that enter or leave the bodies of an operation to those
-            that the bodies use."""
-            handed = [read(atom) for atom in atoms]
-            for i, (atom, value) in enumerate(zip(atoms, values)):
-                strategy = (
-                    None
-                    if around is None
-                    else self._handed.get((id(around.equation), id(value)))
-                )
-                if strategy is not None:
-                    handed[i] = take(atom, value, strategy.takes[0])
-            return handed
+    def write(self) -> Jaxpr:
+        """Write the program with its constraints."""
+        self._constrain_arguments()
+        steps = {id(step.equation): step for step in self._found.steps}
+        for equation in self._jaxpr.eqns:
+            step = steps.get(id(equation))
+            if step is None:
+                # No result depends on it, but it may print or write.
+                operands = [self._new.read(atom) for atom in equation.invars]
+                self._new.write(equation, operands)
+            else:
+                self._write_step(step)
+        return self._new.program(self._results())
 
-        def leave() -> list[Operand]:
-            """Return the results. All branches need the same layout, or XLA rejects the
-            program."""
-            if around is None or around.equation.primitive.name != "cond":
-                return hand(around, jaxpr.outvars, found.results)
-            pairs = zip(jaxpr.outvars, around.results)
-            return [
-                put(read(x), value, self.state(value)) if any(value.dims) else read(x)
-                for x, value in pairs
-            ]
-
-        # XLA may give another layout to what passes the barrier of a checkpoint.
-        outside = [x for x in found.arguments if not x.is_data]
+    def _constrain_arguments(self) -> None:
+        outside: Sequence[Value]
+        around = self._around
         if around is not None and around.equation.primitive.name not in CHECKPOINTS:
+            # They are operands of the operation, so they are laid out already. But XLA
+            # may give another layout to what passes the barrier of a checkpoint.
             outside = around.operands
-        known = {id(x) for x in outside}  # already laid out
-        for var, value in zip(jaxpr.invars, found.arguments):
+        else:
+            outside = [x for x in self._found.arguments if not x.is_data]
+        known = {id(x) for x in outside}
+        for var, value in zip(self._jaxpr.invars, self._found.arguments):
             if id(value) not in known and any(value.dims):
-                names[var] = put(var, value, self.state(value))
-        visits = {id(visit.equation): visit for visit in found.steps}
-        for equation in jaxpr.eqns:
-            visit = visits.get(id(equation))
-            if visit is None:  # no result depends on this, but it may print or write
-                equations.append(
-                    equation.replace(invars=[read(atom) for atom in equation.invars])
-                )
-                continue
-            operands = [read(atom) for atom in visit.equation.invars]
-            gives: Sequence[State] = [None] * len(visit.results)
-            if id(visit) in self._of_step:
-                strategy = self._of_step[id(visit)]
-                taken = iter(strategy.takes)
-                for i, (atom, value) in enumerate(
-                    zip(visit.equation.invars, visit.operands)
-                ):
-                    if any(value.dims):
-                        operands[i] = take(atom, value, next(taken))
-                gives = strategy.gives
-            elif visit.bodies:
-                operands = hand(visit, equation.invars, visit.operands)
-                equation = self._inside(visit)
-            equations.append(equation.replace(invars=operands))
-            if visit.bodies and visit.equation.primitive.name not in (
-                "scan",
-                "while",
-                "cond",
-            ):
-                continue  # the body of a call has constrained the results
-            for var, value, given in zip(visit.equation.outvars, visit.results, gives):
-                if not any(value.dims):
-                    continue
-                own = self.state(value)
-                out = var
-                given = given if given is None else self.values.slot(value, given)
-                # With a constraint to another split right here, the partitioner would
-                # change the operands instead.
-                if given is not None and given != own and own != PENDING:
-                    is_sum = given == PENDING
-                    out = put(out, value, WHOLE if is_sum else given, is_sum=is_sum)
-                # This may be a weight that is not gathered yet, or a gradient that is
-                # stored like one.
-                is_stored = "fsdp" in self._axes and not value.is_data
-                is_stored |= STORED in tuple(
-                    getattr(equation.params.get("sharding"), "spec", ())
-                )
-                names[var] = out if is_stored else put(out, value, own)
-        return jaxpr.replace(eqns=equations, outvars=leave())
+                own = self._constraints.state(value)
+                self._new.replace(var, self._put(var, value, own))
+
+    def _write_step(self, step: Step) -> None:
+        """Write an operation, with constraints of its operands and results."""
+        equation = step.equation
+        gives: Sequence[State] = [None] * len(step.results)
+        operands = [self._new.read(atom) for atom in equation.invars]
+        strategy = self._constraints.strategies.get(id(step))
+        if strategy is not None:
+            taken = iter(strategy.takes)
+            for i, (atom, value) in enumerate(zip(equation.invars, step.operands)):
+                if any(value.dims):
+                    operands[i] = self._take(atom, value, next(taken))
+            gives = strategy.gives
+        elif step.bodies:
+            operands = self._hand(step, equation.invars, step.operands)
+            equation = self._with_constrained_bodies(step)
+        self._new.write(equation, operands)
+        is_call = step.bodies and equation.primitive.name not in (
+            "scan",
+            "while",
+            "cond",
+        )
+        if is_call:
+            return  # its body has constrained the results
+        for var, value, given in zip(equation.outvars, step.results, gives):
+            if any(value.dims):
+                self._constrain_result(equation, var, value, given)
+
+    def _constrain_result(
+        self, equation: JaxprEqn, var: Var, value: Value, given: State
+    ) -> None:
+        """Constrain a result that the operation gives in the state `given`."""
+        own = self._constraints.state(value)
+        result: Operand = var
+        if given is not None:
+            given = self._values.slot(value, given)
+        # With a constraint to another split right here, the partitioner would change
+        # the operands instead. So first say how the operation gives its result.
+        if given is not None and given != own and own != PENDING:
+            is_sum = given == PENDING
+            result = self._put(result, value, WHOLE if is_sum else given, is_sum=is_sum)
+        if not self._constraints.is_stored(equation, value):
+            result = self._put(result, value, own)
+        self._new.replace(var, result)
 
     def _put(
-        self,
-        equations: list[JaxprEqn],
-        atom: Operand,
-        value: Value,
-        state: State,
-        *,
-        is_sum: bool = False,
+        self, operand: Operand, value: Value, state: State, *, is_sum: bool = False
     ) -> Operand:
-        """Add a constraint of `atom` to `equations`, and return its result."""
-        # `jax.new_ref` makes something other than an array, which is written in place.
-        is_array = isinstance(atom.aval, ShapedArray) and not is_key(atom.aval)
-        if (
-            isinstance(atom, Literal)
-            or state == PENDING
-            or not is_array
-            or not any(shape_of(atom))
-        ):
-            return atom
-        sharding = NamedSharding(self.mesh, self.spec(value, state, is_sum=is_sum))
-        one = jax.make_jaxpr(lambda x: sharding_constraint(x, sharding))(
-            abstract(type_of(atom))
-        )
-        equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
-        return one.jaxpr.outvars[0]
+        return self._constraints.put(self._new, operand, value, state, is_sum=is_sum)
 
-    def _inside(self, visit: Step) -> JaxprEqn:
-        """The operation, with constraints in its bodies."""
-        equation = visit.equation
+    def _take(self, atom: Operand, value: Value, taken: State) -> Operand:
+        """Return an operand in the layout in which an operation takes it."""
+        now = self._new.read(atom)
+        wanted = self._values.slot(value, taken)
+        if isinstance(atom, Literal):
+            return now
+        if wanted in (self._constraints.state(value), PENDING):
+            return now
+        if (atom, wanted) not in self._taken:
+            self._taken[atom, wanted] = self._put(now, value, wanted)
+        return self._taken[atom, wanted]
+
+    def _hand(
+        self, around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]
+    ) -> list[Operand]:
+        """Return the atoms that enter or leave the bodies of an operation, in the
+        layouts that the bodies use."""
+        handed = [self._new.read(atom) for atom in atoms]
+        if around is None:
+            return handed
+        for i, (atom, value) in enumerate(zip(atoms, values)):
+            key = (id(around.equation), id(value))
+            strategy = self._constraints.handed.get(key)
+            if strategy is not None:
+                handed[i] = self._take(atom, value, strategy.takes[0])
+        return handed
+
+    def _results(self) -> list[Operand]:
+        """Return the results of the program."""
+        around = self._around
+        outvars = self._jaxpr.outvars
+        if around is None or around.equation.primitive.name != "cond":
+            return self._hand(around, outvars, self._found.results)
+        # All branches need the same layout, or XLA rejects the program.
+        results = [self._new.read(atom) for atom in outvars]
+        for i, value in enumerate(around.results):
+            if any(value.dims):
+                own = self._constraints.state(value)
+                results[i] = self._put(results[i], value, own)
+        return results
+
+    def _with_constrained_bodies(self, step: Step) -> JaxprEqn:
+        """Return the operation, with constraints in its bodies."""
+        equation = step.equation
         if equation.primitive.name == "custom_linear_solve":
             return equation
-        params = dict(equation.params)
-        bodies = list(visit.bodies)
+        bodies = iter(step.bodies)
+        # Of branches by platform, the walk has seen only the default, which names none.
+        platforms = iter(equation.params.get("branches_platforms") or ())
 
-        def inside(program: Any) -> Any:
-            found = bodies.pop(0)
-            return in_body(program, lambda x: self.program(x, found, around=visit))
+        def constrain(inner: Jaxpr) -> Jaxpr:
+            if next(platforms, None):
+                return inner
+            found = next(bodies, None)
+            if found is None:
+                return inner
+            return self._constraints.program(inner, found, around=step)
 
-        for key, value in equation.params.items():
-            if bodies and isinstance(value, Jaxpr | ClosedJaxpr):
-                params[key] = inside(value)
-            elif (
-                bodies
-                and isinstance(value, tuple)
-                and value
-                and isinstance(value[0], ClosedJaxpr)
-            ):
-                # Of branches by platform, the walk has seen only the default.
-                pairs = zip(
-                    value, params.get("branches_platforms") or [None] * len(value)
-                )
-                params[key] = tuple(x if names else inside(x) for x, names in pairs)
-        return equation.replace(params=params)
+        return in_bodies(equation, constrain)

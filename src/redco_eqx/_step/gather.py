@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -27,12 +26,11 @@ from redco_eqx._base.jaxprs import (
     ELEMENTWISE,
     Operand,
     Program,
-    abstract,
     body,
-    in_body,
     shape_of,
     type_of,
 )
+from redco_eqx._base.rewriting import Rewriter, in_bodies, traced
 from redco_eqx._parallel.scan import Policy, keep_products, only_real
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
@@ -133,15 +131,18 @@ def gather_where_used(
     keep = (
         isinstance(mesh, Mesh) and not merges(mesh) if reshard is None else not reshard
     )
-    walk = _Walk(keep_in_scans=reshard is False)
-    jaxpr, _ = walk.program(program.closed.jaxpr, weights, keep)
+    gatherer = _Gatherer(keep_in_scans=reshard is False)
+    jaxpr, _ = gatherer.program(program.closed.jaxpr, weights, keep)
+    has_checkpoint = not gatherer.readers.isdisjoint(CHECKPOINTS)
     # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2,
     # no issue known).
-    is_bounded = not walk.kinds.isdisjoint((*CHECKPOINTS, "new_ref")) or (
-        splits and "scan" not in walk.kinds
-    )
-    needs_none = is_bounded or reshard is False
-    return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
+    has_ref = "new_ref" in gatherer.readers
+    is_laid_out_without_scans = splits and "scan" not in gatherer.readers
+    if reshard is False or has_checkpoint or has_ref or is_laid_out_without_scans:
+        policy = None
+    else:
+        policy = _and_kept(keep_products)
+    return program.replace(jaxpr), policy
 
 
 def _and_kept(policy: Policy | None) -> Policy:
@@ -167,17 +168,17 @@ class _Taken:
 
 
 @dataclasses.dataclass
-class _Walk:
-    """A walk through a program.
+class _Gatherer:
+    """Puts gathers into a program, and into the programs inside it.
 
     - `keep_in_scans`: true to keep what is gathered in the bodies of scans for the
         gradient.
-    - `kinds`: the kinds of operations that read weights, and `new_ref` if there is one
-        beside them.
+    - `readers`: the kinds of operations that read weights, and `new_ref` if there is
+        one beside them.
     """
 
     keep_in_scans: bool
-    kinds: set[str] = dataclasses.field(default_factory=set)
+    readers: set[str] = dataclasses.field(default_factory=set)
 
     def program(
         self,
@@ -193,17 +194,15 @@ class _Walk:
         results. Return the program, and the layout of these results. If nothing is
         gathered, the program is the same object.
         """
-        pending = {
-            var: sharding
-            for var, sharding in zip(jaxpr.invars, weights)
-            if sharding is not None
-        }
+        new = Rewriter(jaxpr)
+        # The weights that are not gathered yet.
+        stored: dict[Var, NamedSharding] = {}
+        _note(stored, jaxpr.invars, weights)
         gathered: dict[tuple[Var, bool], Operand] = {}
-        equations: list[JaxprEqn] = []
 
         def layout_of(atoms: Sequence[Operand]) -> Shardings:
             return [
-                None if isinstance(atom, Literal) else pending.get(atom)
+                None if isinstance(atom, Literal) else stored.get(atom)
                 for atom in atoms
             ]
 
@@ -217,81 +216,83 @@ class _Walk:
             if (atom, halfway) not in gathered:
                 # The operation gathers the rest itself, and keeps that.
                 is_kept = keep and not halfway
-                inner = _traced(
-                    lambda x: gather_for_use(x, sharding, to, keep=is_kept),
-                    type_of(atom),
+                gathered[atom, halfway] = new.apply(
+                    lambda x: gather_for_use(x, sharding, to, keep=is_kept), atom
                 )
-                equations.append(inner.eqns[0].replace(invars=[atom]))
-                gathered[atom, halfway] = inner.outvars[0]
             return gathered[atom, halfway]
 
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
             kind = equation.primitive.name
-            if any(inputs) or kind == "new_ref":
-                self.kinds.add(kind)
-            taken = (
-                self.take(equation, inputs, keep) if any(inputs) else _Taken(equation)
-            )
-            operands = [
-                atom
-                if is_taken and not taken.halfway
-                else whole(atom, halfway=is_taken)
-                for atom, is_taken in (
-                    (a, i in taken.operands) for i, a in enumerate(equation.invars)
-                )
-            ]
-            is_same = all(new is old for new, old in zip(operands, equation.invars))
-            equations.append(
-                taken.equation if is_same else taken.equation.replace(invars=operands)
-            )
-            pending |= {
-                var: s
-                for var, s in zip(equation.outvars, taken.outputs)
-                if s is not None
-            }
-        outvars = (
-            [whole(atom) for atom in jaxpr.outvars] if whole_outputs else jaxpr.outvars
-        )
-        if len(equations) > len(jaxpr.eqns) or any(
-            new is not old for new, old in zip(equations, jaxpr.eqns)
-        ):
-            jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
-        return jaxpr, layout_of(outvars)
+            reads_weights = any(inputs)
+            if reads_weights or kind == "new_ref":
+                self.readers.add(kind)
+            taken = _Taken(equation)
+            if reads_weights:
+                taken = self.take(equation, inputs, keep)
+            operands = []
+            for i, atom in enumerate(equation.invars):
+                is_taken = i in taken.operands
+                if is_taken and not taken.halfway:
+                    operands.append(atom)
+                else:
+                    operands.append(whole(atom, halfway=is_taken))
+            new.write(taken.equation, operands)
+            _note(stored, equation.outvars, taken.outputs)
+        results: Sequence[Operand] = jaxpr.outvars
+        if whole_outputs:
+            results = [whole(atom) for atom in results]
+        return new.program(results), layout_of(results)
 
     def take(self, equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
         """Choose the operands that `equation` can take ungathered (by default,
         none)."""
         kind = equation.primitive.name
-        if (
-            not any(shape_of(out) for out in equation.outvars)
-            and "jaxpr" not in equation.params
-        ):
-            return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
+        has_scalar_results = not any(shape_of(out) for out in equation.outvars)
+        if has_scalar_results and "jaxpr" not in equation.params:
+            # For example, a sum of squares. Each device sums its part.
+            return _Taken(equation, range(len(inputs)))
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
-            if kind == "scan":
-                inputs = _in_one_step(equation, inputs)
-                keep = self.keep_in_scans
-            old = equation.params["jaxpr"]
-            is_jit = kind in ("jit", "pjit")
-            jaxpr, outputs = self.program(
-                body(old), inputs, keep, whole_outputs=not is_jit
-            )
-            taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
-            new = {"jaxpr": in_body(old, lambda _: jaxpr)}
-            if kind in CHECKPOINTS and new["jaxpr"] is not old:
-                new["policy"] = _and_kept(equation.params["policy"])
-            equation = (
-                equation
-                if new["jaxpr"] is old
-                else equation.replace(params=equation.params | new)
-            )
-            return _Taken(equation, taken, outputs)
+            return self._take_inside(equation, inputs, keep)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs, keep)
-        return (
-            _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
-        )
+        if kind in _THROUGH:
+            return _THROUGH[kind](equation, inputs)
+        return _Taken(equation)
+
+    def _take_inside(self, equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
+        """Gather in the body of a scan, a `jit` or a checkpoint."""
+        kind = equation.primitive.name
+        if kind == "scan":
+            inputs = _in_one_step(equation, inputs)
+            keep = self.keep_in_scans
+        # The results of a `jit` may still be weights. A scan would stack them, and a
+        # checkpoint keep them.
+        whole_outputs = kind not in ("jit", "pjit")
+        outputs: Shardings = ()
+
+        def gather(inner: Jaxpr) -> Jaxpr:
+            nonlocal outputs
+            inner, outputs = self.program(
+                inner, inputs, keep, whole_outputs=whole_outputs
+            )
+            return inner
+
+        new = in_bodies(equation, gather)
+        if kind in CHECKPOINTS and new is not equation:
+            policy = _and_kept(equation.params["policy"])
+            new = new.replace(params=new.params | {"policy": policy})
+        taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
+        return _Taken(new, taken, outputs)
+
+
+def _note(
+    stored: dict[Var, NamedSharding], variables: Sequence[Var], weights: Shardings
+) -> None:
+    """Add those of the variables that are weights."""
+    for var, sharding in zip(variables, weights):
+        if sharding is not None:
+            stored[var] = sharding
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
@@ -386,9 +387,8 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
         if split is None:
             continue
         (use,) = uses
-        aval = type_of(equation.invars[i])
-        inner = _traced_in(
-            equation.params["mesh"], split, use.params["axes"], aval, keep
+        inner = _cast_and_gather(
+            equation.invars[i], equation.params["mesh"], split, use.params["axes"], keep
         )
         at = equations.index(use)
         last = inner.eqns[-1].replace(outvars=use.outvars)
@@ -416,11 +416,11 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
     return None
 
 
-def _traced_in(
+def _cast_and_gather(
+    operand: Operand,
     mesh: Mesh | AbstractMesh,
     spec: PartitionSpec,
     axes: Sequence[str],
-    aval: ShapedArray,
     keep: bool,
 ) -> Jaxpr:
     """The body of a `shard_map` that casts its operand to vary over `axes` and then
@@ -440,9 +440,4 @@ def _traced_in(
     # axes along which it varies.
     out = PartitionSpec((*axes_of(spec), *rest))
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=out)
-    return _traced(mapped, aval).eqns[0].params["jaxpr"]
-
-
-def _traced(function: Callable[[Array], Array], aval: ShapedArray) -> Jaxpr:
-    """The program of a function of one array. It has new variables each time."""
-    return jax.make_jaxpr(function)(abstract(aval)).jaxpr
+    return traced(mapped, operand).eqns[0].params["jaxpr"]

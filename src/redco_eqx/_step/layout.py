@@ -1,36 +1,26 @@
-"""The layout of a step on the mesh, and its program: traced, with gathers and replaced
-operations."""
+"""The layout of a step on the mesh: that of its arrays, and that of its batch."""
 
-import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.core import Tracer
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.jaxprs import Operand, Program, trace
-from redco_eqx._base.protocols import Batch, Key
+from redco_eqx._base.protocols import Batch
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._base.warn import warn
 from redco_eqx._sharding.constraint import sharding_constraint
 from redco_eqx._sharding.mesh import (
     ShardingWarning,
-    axis_size,
     batch_axes,
     misfit,
     num_batch_shards,
-    tensor_dim,
     traced_mesh,
 )
-from redco_eqx._step.gather import gather_where_used, is_split
 from redco_eqx._step.state import TrainState, is_pair
-from redco_eqx._step.workarounds import for_partitioner
 
 # The layout that a step follows.
 
@@ -221,123 +211,3 @@ def microbatches(
         lambda x: rearrange(x, "(b k) ... -> k b ...", k=number), batch
     )
     return split_rows(parts, mesh, dim=1)
-
-
-Inputs: TypeAlias = tuple[
-    dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key
-]
-"""Parameters, frozen arrays and model state (each by path), the batch, and the key."""
-
-
-def on_arrays(
-    state: TrainState, use: Callable[[Any, Batch, Key], Any]
-) -> Callable[..., Any]:
-    """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
-
-    def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
-        model = dataclasses.replace(state, frozen=frozen).build(params, model_state)
-        return use(model, batch, key)
-
-    return run
-
-
-def program_of(
-    function: Callable[..., Any],
-    inputs: Inputs,
-    layout: Layout | None,
-    *,
-    splits: bool,
-    differentiates: bool = False,
-    reshard: bool | None = True,
-) -> Program:
-    """Return the program of a function of [`Inputs`][]. The function itself is traced
-    once.
-
-    - `splits`: lays out the activations over `tensor`.
-    - `differentiates`: returns the program of
-        `jax.value_and_grad(function, has_aux=True)` instead.
-    - `reshard`: the `reshard_after_forward` of `train_step`.
-    """
-    mesh = mesh_of(layout, inputs)
-    known = layout or {}
-    splits = (
-        splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
-    )
-    # To lay out activations, trace as on one device.
-    given: Any = (
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        if splits
-        else inputs
-    )
-    # In the order in which JAX sorts a dict.
-    weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]
-    if any(sharding is not None and is_split(sharding) for sharding in weights):
-        program = trace(function, *given)
-        others = [None] * (len(program.closed.jaxpr.invars) - len(weights))
-        program, policy = gather_where_used(
-            program, [*weights, *others], reshard=reshard, splits=splits
-        )
-        is_recomputed = differentiates and policy is not None
-        function = jax.checkpoint(program, policy=policy) if is_recomputed else program
-        given = inputs
-    if differentiates:
-        function = jax.value_and_grad(function, has_aux=True)
-    program = trace(function, *given)
-    if differentiates:
-        _warn_unused(program, sorted(inputs[0]))
-    if splits:
-        program = _laid_out(program, inputs, known, differentiates)
-    arrays = {**inputs[0], **inputs[1]}
-    split = [
-        arrays[path].shape
-        for path, s in known.items()
-        if tensor_dim(s.spec) is not None
-    ]
-    # alone, or in a stack.
-    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}
-    return for_partitioner(program, mesh, kernels)
-
-
-def _laid_out(
-    program: Program, inputs: Inputs, layout: Layout, is_gradient: bool
-) -> Program:
-    """Return the program with each value laid out over `tensor`."""
-    from redco_eqx._dataflow.tracing import TracedStep
-    from redco_eqx._step.constraints import lay_out
-
-    params, frozen, model_state, batch, _ = inputs
-    names = [*sorted(params), *sorted(frozen), *sorted(model_state)]
-    jaxpr = program.closed.jaxpr
-    first = len(jaxpr.outvars) - len(params)
-    trained = [
-        first + i if is_gradient and i < len(params) else None
-        for i in range(len(names))
-    ]
-    traced = TracedStep(jaxpr, names, [], trained, len(jax.tree.leaves(batch)))
-    dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
-    return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
-
-
-def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warn about parameters that the loss does not depend on: their gradient is zero
-    for any input."""
-    jaxpr = gradient.closed.jaxpr
-    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-
-    def is_zero(atom: Operand) -> bool:
-        if (
-            not isinstance(atom, Literal)
-            and atom in made
-            and made[atom].primitive.name == "broadcast_in_dim"
-        ):
-            (atom,) = made[atom].invars
-        return isinstance(atom, Literal) and bool(atom.val == 0)
-
-    grads = jaxpr.outvars[len(jaxpr.outvars) - len(paths) :]
-    unused = [path for path, atom in zip(paths, grads) if is_zero(atom)]
-    if unused:
-        warn(
-            f"the loss does not depend on {len(unused)} trainable arrays, whose "
-            f"gradient is always zero: {first_few(unused)}. Leave them out with "
-            "`trainable` of init_state, or use them."
-        )

@@ -1,10 +1,36 @@
 """`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch; and
-`jit_step`."""
+`jit_step`.
+
+A training step on its way from `fit` to XLA:
+
+1. `fit` (`_training/fit.py`) checks its arguments and builds a `Training`. Its `loop`
+   (`_training/run.py`) takes one batch after the other.
+2. For the first batch of each shape, `train_program` (`_training/program.py`) wraps
+   `train_step` in `guarded` (`window.py`: change nothing unless it is finite) and in
+   `accumulated` (add the metrics up on the devices), lowers it, and compiles it, unless
+   `compile_once` (`compile_cache.py`) has the program already.
+3. While JAX traces it, `train_step` below reads the layout from the shardings and
+   splits the rows of the batch (`layout.py`).
+4. `program_of` (`passes.py`) traces the loss once, as a program of plain arrays, and
+   changes this program: `gather.py` gathers weights where they are used, then
+   `jax.value_and_grad` differentiates it, `constraints.py` lays out its activations if
+   the loss is wrapped in `split_activations`, and `workarounds.py` replaces operations
+   that XLA's partitioner gets wrong.
+5. The program is called, once or for each microbatch. `update` (`optimizer.py`) applies
+   the optimizer. Gradients, parameters and optimizer state are constrained to the
+   layout, from which XLA's partitioner (Shardy) derives the communication.
+6. The loop calls the compiled program with the leaves of the state, which it donates,
+   and with the batch. It keeps the steps that have not finished in
+   `_training/in_flight.py`.
+
+In your own loop, `jit_step` stands for 1 and 2: it traces the step, corrects it for the
+partitioner, and donates the state.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,7 +38,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._base.jaxprs import trace
+from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._base.protocols import (
     RESERVED_METRICS,
     Batch,
@@ -36,13 +62,12 @@ from redco_eqx._base.tree import (
 )
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated, traced_mesh
 from redco_eqx._step.layout import (
+    Layout,
     check_on_mesh,
     constrain,
     mesh_in,
     mesh_of,
     microbatches,
-    on_arrays,
-    program_of,
     shardings_by_path,
     split_rows,
 )
@@ -52,6 +77,7 @@ from redco_eqx._step.optimizer import (
     like_params,
     update,
 )
+from redco_eqx._step.passes import Inputs, on_arrays, program_of
 from redco_eqx._step.rounding import rounded_away, with_gradient
 from redco_eqx._step.state import (
     EVALUATE,
@@ -216,7 +242,6 @@ def train_step(
     check_optimizer("train_step", state, optimizer, exactly=False)
     layout = None if shardings is None else shardings_by_path(shardings, state)
     params = constrain(state.params, layout)
-    frozen = state.frozen
     key = stream(state, TRAIN)
     mesh = mesh_of(layout, state)
     batch = split_rows(batch, mesh)
@@ -235,66 +260,33 @@ def train_step(
             batch, num_microbatches, mesh, must_divide=layout is not None
         )
         first = jax.tree.map(lambda x: x[0], batch)
-    inputs = (params, frozen, state.model_state, first, key)
-    options: Any = {
-        "splits": isinstance(loss_fn, SplitActivations),
-        "reshard": reshard_after_forward,
-    }
+    # Traced once, here. A line search may call it several times.
     gradient = program_of(
-        on_arrays(state, loss_of), inputs, layout, differentiates=True, **options
+        on_arrays(state, loss_of),
+        (params, state.frozen, state.model_state, first, key),
+        layout,
+        splits=isinstance(loss_fn, SplitActivations),
+        differentiates=True,
+        reshard=reshard_after_forward,
     )
 
-    def differentiate(
-        params: dict[str, Array],
-    ) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
-        """The loss of the whole batch, the metrics, the new model state, and the
-        gradients."""
+    def differentiate(params: dict[str, Array]) -> _Gradient:
+        inputs = (params, state.frozen, state.model_state, batch, key)
         if num_microbatches == 1:
-            (_, (loss, metrics, model_state)), grads = gradient(
-                params, frozen, state.model_state, batch, key
-            )
-            return loss, metrics, model_state, constrain(grads, layout)
-
-        def accumulate(
-            carry: tuple[Any, Any], part: tuple[Array, Batch]
-        ) -> tuple[tuple[Any, Any], Any]:
-            total, model_state = carry
-            index, microbatch = part
-            (_, (loss, metrics, model_state)), grads = gradient(
-                params, frozen, model_state, microbatch, jax.random.fold_in(key, index)
-            )
-            total = jax.tree.map(
-                lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads
-            )
-            return (constrain(total, layout), model_state), (loss, metrics)
-
-        zeros = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
-            params,
-        )
-        begin = (constrain(zeros, layout), state.model_state)
-        each = (jnp.arange(num_microbatches), batch)
-        (total, model_state), stacked = jax.lax.scan(accumulate, begin, each)
-        loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
-        scale = jnp.where(
-            loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight)
-        )
-        grads = jax.tree.map(
-            lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params
-        )
-        return loss, metrics, model_state, constrain(grads, layout)
-
-    loss, metrics, model_state, grads = differentiate(params)
+            return _of_batch(gradient, inputs, layout)
+        return _of_microbatches(gradient, inputs, layout, num_microbatches)
 
     def value_and_grad(params: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-        loss, _, _, grads = differentiate(constrain(params, layout))
-        return loss.value, grads
+        found = differentiate(constrain(params, layout))
+        return found.loss.value, found.grads
 
-    grads, has_gradient = with_gradient(grads)
+    found = differentiate(params)
+    grads, has_gradient = with_gradient(found.grads)
     updates, opt_state = update(
-        optimizer, grads, state.opt_state, params, loss.value, value_and_grad
+        optimizer, grads, state.opt_state, params, found.loss.value, value_and_grad
     )
     new_params: Any = optax.apply_updates(params, updates)
+    model_state = found.model_state
     if layout is not None:
         opt_state = jax.lax.with_sharding_constraint(
             opt_state, like_params(opt_state, params, layout)
@@ -303,13 +295,10 @@ def train_step(
         # compiled again.
         whole = replicated(next(iter(layout.values())).mesh)
         model_state = jax.lax.with_sharding_constraint(model_state, whole)
-    wide = jax.tree.map(
-        lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
-    )
     report = {
-        "loss": loss,
-        **metrics,
-        "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm"),
+        "loss": found.loss,
+        **found.metrics,
+        "grad_norm": as_mean(_global_norm(grads), 1.0, "grad_norm"),
     }
     learning_rate = learning_rate_of(opt_state)
     if learning_rate is not None:
@@ -327,6 +316,69 @@ def train_step(
     )
     check_unchanged(state, new_state)
     return new_state, report
+
+
+class _Gradient(NamedTuple):
+    """The loss of a batch with its gradients, the metrics, and the new model state."""
+
+    loss: Mean
+    metrics: Metrics
+    model_state: dict[str, Array]
+    grads: dict[str, Array]
+
+
+def _of_batch(gradient: Program, inputs: Inputs, layout: Layout | None) -> _Gradient:
+    (_, (loss, metrics, model_state)), grads = gradient(*inputs)
+    return _Gradient(loss, metrics, model_state, constrain(grads, layout))
+
+
+def _of_microbatches(
+    gradient: Program, inputs: Inputs, layout: Layout | None, number: int
+) -> _Gradient:
+    """The gradient of the whole batch, from one microbatch after the other.
+
+    Each gradient is that of the microbatch's mean, so it counts with the weight of that
+    mean. The model state is handed on from one microbatch to the next.
+    """
+    params, frozen, model_state, batch, key = inputs
+
+    def accumulate(
+        carry: tuple[Any, Any], part: tuple[Array, Batch]
+    ) -> tuple[tuple[Any, Any], Any]:
+        total, model_state = carry
+        index, microbatch = part
+        (_, (loss, metrics, model_state)), grads = gradient(
+            params, frozen, model_state, microbatch, jax.random.fold_in(key, index)
+        )
+        total = jax.tree.map(
+            lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads
+        )
+        return (constrain(total, layout), model_state), (loss, metrics)
+
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
+    )
+    begin = (constrain(zeros, layout), model_state)
+    (total, model_state), stacked = jax.lax.scan(
+        accumulate, begin, (jnp.arange(number), batch)
+    )
+    loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+    # A batch whose weights are all 0 has the gradient 0, not NaN.
+    scale = jnp.where(
+        loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight)
+    )
+    grads = jax.tree.map(
+        lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params
+    )
+    return _Gradient(loss, metrics, model_state, constrain(grads, layout))
+
+
+def _global_norm(grads: dict[str, Array]) -> Array:
+    """The L2 norm of all gradients, summed in float32 at least."""
+    wide = jax.tree.map(
+        lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
+    )
+    return optax.tree.norm(wide)
 
 
 @in_own_context

@@ -11,7 +11,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
+from redco_eqx._base.jaxprs import Program, manual_axes, shape_of, source_line
+from redco_eqx._base.rewriting import replace_operations
 from redco_eqx._parallel.linear import psum, vary
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_axes
 
@@ -240,4 +241,4 @@ def for_partitioner(
             or replace_pad(e)
         )
 
-    return program.replace(rewrite(program.closed.jaxpr, replacement))
+    return program.replace(replace_operations(program.closed.jaxpr, replacement))

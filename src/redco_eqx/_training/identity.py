@@ -37,8 +37,8 @@ from redco_eqx._checkpoint.arrays import (
 from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
-from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.optimizer import update
+from redco_eqx._step.passes import on_arrays
 from redco_eqx._step.state import TrainState, state_mesh
 
 _Checksums: TypeAlias = dict[str, dict[str, int]]

@@ -1,32 +1,27 @@
-"""A run of `fit` in progress: its compiled step, its loop, and the metrics that are not
-logged yet."""
+"""A run of `fit` in progress: its loop, which takes steps and does what is due after
+each."""
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from redco_eqx._base.protocols import Batch, LossFn, Mean
+from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
+from redco_eqx._checkpoint.runs import CheckpointError, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog, leave_call
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.compile_cache import compile_once, signature
+from redco_eqx._step.compile_cache import signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
-from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import Window, accumulated, all_finite, guarded
+from redco_eqx._step.window import Window, all_finite
 from redco_eqx._training.course import (
     Hook,
     InterruptFlag,
@@ -39,155 +34,13 @@ from redco_eqx._training.course import (
     interruption,
 )
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
+from redco_eqx._training.in_flight import InFlight, PendingRow, StepInFlight
 from redco_eqx._training.loggers import History, Reporter
+from redco_eqx._training.lost_updates import LostUpdates
+from redco_eqx._training.program import TrainProgram, train_program
 
 if TYPE_CHECKING:  # imported where it is used, because few runs need it
     from redco_eqx._training.saving import Saver
-
-# The compiled step.
-
-
-class TrainProgram(NamedTuple):
-    """A compiled step that leaves the state as it was if the step is not finite.
-
-    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the
-        leaves of a state. It reuses their memory.
-    - `window`: an empty window, on the devices.
-    - `digest`: that of [`compile_once`][], to compare it between processes.
-    - `peak_seconds`: the time that its products would take at the peak speed of the
-        devices; 0 if that is not known.
-    """
-
-    compiled: jax.stages.Compiled
-    window: Window
-    digest: str
-    peak_seconds: float
-
-
-def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """Compile `train_step` with these options, for states with this layout and batches
-    with these shapes. The step leaves the state as it was if it is not finite.
-
-    Raises `ValueError` as `guarded` does, and the errors of the user's functions.
-    """
-    step = jax.jit(
-        guarded(functools.partial(train_step, **options, shardings=state.shardings))
-    )
-    everywhere = replicated(state_mesh(state))
-    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of
-    # the same types.
-    trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
-    window = jax.tree.map(
-        lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])
-    )
-    arrays, tree = jax.tree.flatten(state)
-    layout: Any = (
-        [x.sharding for x in arrays],
-        jax.tree.map(lambda _: everywhere, window),
-    )
-    body = jax.jit(
-        accumulated(step, tree),
-        donate_argnums=0,
-        out_shardings=layout,
-        keep_unused=True,
-    )
-    program, digest = compile_once(
-        body.lower(arrays, window, batch), (arrays, window, batch)
-    )
-    return TrainProgram(
-        program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices)
-    )
-
-
-def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
-    """Compute the time that the products of a program (without recomputed ones) would
-    take at the peak speed of the devices; 0 if that is not known."""
-    if devices.flat[0].platform == "cpu":
-        return 0.0
-    # Imported only if the peak is known.
-    from redco_eqx._planning.memory import num_flops
-    from redco_eqx._planning.targets import chip_of
-
-    chip = chip_of(devices.flat[0])
-    return (
-        num_flops(program.jaxpr, recomputed=False) / (chip.flops * devices.size)
-        if chip
-        else 0.0
-    )
-
-
-# The loop.
-
-
-@dataclasses.dataclass
-class _Step:
-    """A step that was dispatched, but may not have finished yet.
-
-    - `number`: the number of the state after the step.
-    - `window`: the window after the step.
-    - `epochs_done`: if a row of the log ends with this step, the number of epochs so
-        far, including the fraction of the current one; otherwise `None`.
-    - `waited`, `compared`: the seconds that `fit` waited for the batches of this row,
-        and a function that returns the numbers of its comparison with the other
-        processes.
-    - `finite`: if a row ends with this step, a scalar on the devices: true if all
-        parameters are finite.
-    - `done_at`: the time when the step was first seen to be finished.
-    """
-
-    number: int
-    batch: Batch | None
-    window: Window
-    epochs_done: float | None = None
-    waited: float = 0.0
-    compared: Callable[[], Row] = dict
-    finite: Any = True
-    done_at: float | None = None
-
-
-class Rounding:
-    """The updates of parameters of fewer than 32 bits that rounding loses, in the first
-    rows of the log.
-
-    The first rows are those with an update, because a warm-up may begin with learning
-    rates of 0.
-    """
-
-    NUM_ROWS = 3
-
-    def __init__(self) -> None:
-        self.rows: list[Mean] | None = []  # `None`: the verdict is given
-
-    @property
-    def is_complete(self) -> bool:
-        """True if enough rows have come, and no verdict was given yet."""
-        return self.rows is not None and len(self.rows) >= self.NUM_ROWS
-
-    def add(self, window: Window) -> None:
-        """Count the updates in the fetched window of a row."""
-        row = window.metrics.get("rounded_away")
-        if self.rows is not None and row is not None and row.weight:
-            self.rows.append(row)
-
-    def warn(self, params: Mapping[str, Any]) -> None:
-        """Warn if most updates of `params` were lost, unless the verdict is already
-        given."""
-        rows = self.rows
-        self.rows = None
-        lost = sum(rows or (), Mean(0.0, 0.0))
-        if float(lost) <= 0.5 or jax.process_index() != 0:
-            return
-        narrow = [
-            f"{path} ({x.dtype})" for path, x in params.items() if x.dtype.itemsize < 4
-        ]
-        warn(
-            f"fit: rounding loses {float(lost):.0%} of the updates: they are too "
-            "small for the trained arrays of fewer than 32 bits, "
-            f"{first_few(narrow, most=3)}, which stay the same. Train float32 "
-            "parameters, and cast them in the loss: model = rx.cast(model, "
-            "np.float32) before init_state (or load float32 arrays), and model = "
-            "rx.cast(model, jnp.bfloat16) in loss_fn."
-        )
 
 
 class _StoppedError(Exception):
@@ -226,11 +79,11 @@ class Training:
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._evaluated: Programs = {}
         self._program: TrainProgram | None = None  # not before the first step
-        self._ahead: deque[_Step] = deque()
+        self._in_flight = InFlight()
         self._window: Window | None = None  # while it is empty
         self._begin_of_window = self.run.logged_until
         self._waited = 0.0  # seconds spent on batches since the last row
-        self._rounding = Rounding()
+        self._lost_updates = LostUpdates()
         if self.run.window is not None:
             everywhere = replicated(self._mesh)
             saved = Window.from_json(self.run.window)
@@ -283,7 +136,7 @@ class Training:
             if now.finish:
                 break
             began = time.perf_counter()
-        self._rounding.warn(self.state.params)  # of a run with few rows
+        self._lost_updates.warn(self.state.params)  # of a run with few rows
         # A signal may have come in the last evaluation.
         stop = stop or max(from_all(self.interrupt.signal))
         path = self.saver and self.saver.wait()
@@ -306,13 +159,13 @@ class Training:
                 # The next metrics are others, so those until now get a row.
                 self._log(place, None)
         window = self._window or program.window
-        if self._window is None and self._ahead:
+        if self._window is None and self._in_flight:
             # A step before it may not have been finite.
-            window = window._replace(ok=self._ahead[-1].window.ok)
+            window = window._replace(ok=self._in_flight.newest.window.ok)
         self.arrays, window = program.compiled(self.arrays, window, batch)
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._window = window
-        self._ahead.append(_Step(self.run.step, batch, window))
+        self._in_flight.add(StepInFlight(batch, window))
         # Under JAX's debugging options, wait for each step, so that the error can name
         # the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
@@ -375,29 +228,35 @@ class Training:
         Raises `NonFiniteError` for the first step that was not finite, while its batch
         is still available.
         """
-        for step in self._ahead:
-            # Does not wait: a row is fetched only some steps after it was finished.
-            ok: Any = step.window.ok
-            if step.epochs_done is not None and step.done_at is None and ok.is_ready():
-                step.done_at = time.perf_counter()
-        while len(self._ahead) > num_ahead:
-            step = self._ahead[0]
-            # Fetched in so many words, which a transfer guard of the user allows.
+        self._in_flight.note_finished_rows()
+        while len(self._in_flight) > num_ahead:
+            step = self._in_flight.wait_for_oldest()
+            # `device_get` is an explicit transfer, which the user's transfer guard
+            # allows. `bool(...)` would be an implicit one.
             if not jax.device_get(step.window.ok):
+                # It stays in the queue: the state must not be saved as if the step
+                # had been taken.
                 raise self._nonfinite(step.batch)
-            self._ahead.popleft()
-            if step.epochs_done is not None:
-                done_at = step.done_at or time.perf_counter()
-                window, finite = jax.device_get((step.window, step.finite))
-                if not finite:
-                    raise self._nonfinite(step.batch)
-                self._rounding.add(window)
-                if self._rounding.is_complete:
-                    self._rounding.warn(self.state.params)
-                clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
-                self.reporter.report(
-                    step.number, step.epochs_done, window, done_at, clocks
-                )
+            self._in_flight.remove_oldest()
+            if step.row is not None:
+                self._report(step.row, step.batch)
+
+    def _report(self, row: PendingRow, batch: Batch | None) -> None:
+        """Log a row that has finished. `batch` is that of its last step."""
+        window, is_finite = jax.device_get((row.window, row.finite))
+        if not is_finite:
+            raise self._nonfinite(batch)
+        self._lost_updates.add(window)
+        if self._lost_updates.is_complete:
+            self._lost_updates.warn(self.state.params)
+        numbers = {"train/data_wait_seconds": row.waited_seconds, **row.compared()}
+        self.reporter.report(
+            row.step,
+            row.epochs_done,
+            window,
+            row.done_at or time.perf_counter(),
+            numbers,
+        )
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
         from redco_eqx._step.nonfinite import find_nan, find_nonfinite
@@ -427,18 +286,23 @@ class Training:
         finished. With a hook, the call waits for that step."""
         if self._window is None:
             return
-        if not self._ahead:
-            self._ahead.append(_Step(self.run.step, None, self._window))
-        last = self._ahead[-1]
-        last.epochs_done = place.epochs_done
-        last.waited = self._waited
+        row = PendingRow(
+            self.run.step,
+            place.epochs_done,
+            self._window,
+            all_finite(self.state.params),
+            self._waited,
+        )
         self._waited = 0.0
-        last.finite = all_finite(self.state.params)
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
             when = f"This happened at step {self.run.step}"
-            last.compared = compare_copies(self.state.params, when, last.waited)
+            row.compared = compare_copies(self.state.params, when, row.waited_seconds)
+        if not self._in_flight:
+            # The steps of this row were taken in an earlier call, or have finished.
+            self._in_flight.add(StepInFlight(None, self._window))
+        self._in_flight.newest.row = row
         if hook is not None:
             # If it raises, the window is saved, so that a resumed run calls it for this
             # row.

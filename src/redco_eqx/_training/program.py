@@ -1,0 +1,84 @@
+"""The compiled step of a run."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from redco_eqx._base.protocols import Batch
+from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._step.compile_cache import compile_once
+from redco_eqx._step.state import TrainState, state_mesh
+from redco_eqx._step.steps import train_step
+from redco_eqx._step.window import Window, accumulated, guarded
+
+
+class TrainProgram(NamedTuple):
+    """A compiled step that leaves the state as it was if the step is not finite.
+
+    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the
+        leaves of a state. It reuses their memory.
+    - `window`: an empty window, on the devices.
+    - `digest`: that of [`compile_once`][], to compare it between processes.
+    - `peak_seconds`: the time that its products would take at the peak speed of the
+        devices; 0 if that is not known.
+    """
+
+    compiled: jax.stages.Compiled
+    window: Window
+    digest: str
+    peak_seconds: float
+
+
+def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
+    """Compile `train_step` with these options, for states with this layout and batches
+    with these shapes. The step leaves the state as it was if it is not finite.
+
+    Raises `ValueError` as `guarded` does, and the errors of the user's functions.
+    """
+    step = jax.jit(
+        guarded(functools.partial(train_step, **options, shardings=state.shardings))
+    )
+    everywhere = replicated(state_mesh(state))
+    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of
+    # the same types.
+    trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
+    window = jax.tree.map(
+        lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])
+    )
+    arrays, tree = jax.tree.flatten(state)
+    layout: Any = (
+        [x.sharding for x in arrays],
+        jax.tree.map(lambda _: everywhere, window),
+    )
+    body = jax.jit(
+        accumulated(step, tree),
+        donate_argnums=0,
+        out_shardings=layout,
+        keep_unused=True,
+    )
+    program, digest = compile_once(
+        body.lower(arrays, window, batch), (arrays, window, batch)
+    )
+    return TrainProgram(
+        program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices)
+    )
+
+
+def peak_seconds(program: ClosedJaxpr, devices: np.ndarray) -> float:
+    """Compute the time that the products of a program (without recomputed ones) would
+    take at the peak speed of the devices; 0 if that is not known."""
+    if devices.flat[0].platform == "cpu":
+        return 0.0
+    # Imported only if the peak is known.
+    from redco_eqx._planning.memory import num_flops
+    from redco_eqx._planning.targets import chip_of
+
+    chip = chip_of(devices.flat[0])
+    return (
+        num_flops(program.jaxpr, recomputed=False) / (chip.flops * devices.size)
+        if chip
+        else 0.0
+    )
