@@ -543,19 +543,17 @@ def test_without_a_place_a_parameter_is_named_and_a_finite_run_is_as_without() -
 
 
 def by_layers(model: Any, batch: Any, key: Any) -> Any:
-    hidden = rx.layers.embed(model["table"], batch["ids"])
-    return rx.layers.cross_entropy(
-        hidden, model["table"], batch["labels"], num_chunks=2
-    )
+    table = model["table"]
+    hidden = rx.layers.embed(table, batch["ids"])
+    return rx.layers.cross_entropy(hidden, table, batch["labels"], num_chunks=2)
 
 
 def by_optax(model: Any, batch: Any, key: Any) -> Any:
-    hidden = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))(
-        model["table"], batch["ids"]
-    )
-    return optax.softmax_cross_entropy_with_integer_labels(
-        hidden @ model["table"].T, batch["labels"]
-    ).mean()
+    table = model["table"]
+    look_up = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))
+    hidden = look_up(table, batch["ids"])
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return cross_entropy(hidden @ table.T, batch["labels"]).mean()
 
 
 OUTSIDE = [

@@ -197,6 +197,11 @@ _CALLED_WITH = {
     "output_fn": ("example", "prediction"),
     "metric_fn": ("examples", "predictions"),
     "hook": ("run", "row", "state"),
+    "step_fn": ("state", "batch"),
+}
+
+_CALLED_WITH_NAMED = {
+    "step_fn": ("loss_fn", "optimizer", "num_microbatches", "shardings"),
 }
 
 
@@ -248,7 +253,9 @@ def check_functions(where: str, **functions: object) -> None:
     """Raise `TypeError` unless each value is a function that takes the arguments that
     belong to its name."""
     for name, function in functions.items():
-        form = f"{name}({', '.join(_CALLED_WITH[name])})"
+        named = _CALLED_WITH_NAMED.get(name, ())
+        listed = [*_CALLED_WITH[name], *(f"{x}=..." for x in named)]
+        form = f"{name}({', '.join(listed)})"
         if not callable(function):
             raise TypeError(
                 f"{where}: {name} must be a function, {form}, but is "
@@ -259,11 +266,12 @@ def check_functions(where: str, **functions: object) -> None:
         except (TypeError, ValueError):  # some functions written in C have no signature
             continue
         try:
-            signature.bind(*_CALLED_WITH[name])
+            signature.bind(*_CALLED_WITH[name], **dict.fromkeys(named))
         except TypeError as error:
+            hint = " Take those that it does not use as **_." if named else ""
             raise TypeError(
                 f"{where}: {name} is called as {form}, but this function takes "
-                f"{signature}: {error}."
+                f"{signature}: {error}.{hint}"
             ) from None
 
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from redco_eqx._base.tree import from_arrays, is_array, to_arrays
-from redco_eqx._sharding.mesh import tensor_size, traced_mesh
+from redco_eqx._sharding.mesh import batch_axes, tensor_size, traced_mesh
 
 # Sums over devices inside a `shard_map` and their transposes, in a form that every
 # compiler accepts.

@@ -512,23 +512,34 @@ def _infer(
 R = TypeVar("R")
 
 
+def corrected(step: Callable[..., R]) -> Callable[..., R]:
+    """Return the step with the operations replaced that XLA's partitioner gets wrong,
+    for a step with gradients of its own."""
+
+    def call(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
+        return step(*arguments, **named)
+
+    def run(*arguments: Any, **named: Any) -> R:
+        program = trace(call, arguments, named)
+        return for_partitioner(program, traced_mesh(arguments))(arguments, named)
+
+    return run
+
+
 class JittedStep(Generic[R]):
     """The result of `jit_step`. Call it like the step, or inspect the program with
     `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
-        def checked(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
+        def checked(*arguments: Any, **named: Any) -> R:
             result = step(*arguments, **named)
             new = result[0] if isinstance(result, tuple) and result else result
             if donate and isinstance(new, TrainState):
                 check_unchanged(arguments[0], new)
             return result
 
-        @functools.wraps(step, assigned=("__doc__",))
-        def run(*arguments: Any, **named: Any) -> R:
-            program = trace(checked, arguments, named)
-            return for_partitioner(program, traced_mesh(arguments))(arguments, named)
-
+        run = corrected(checked)
+        run.__doc__ = step.__doc__
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
         # A trace knows only the number of devices, so the mesh of `shardings` is
         # compared before.

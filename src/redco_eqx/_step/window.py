@@ -3,7 +3,7 @@ the devices."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,47 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx._base.protocols import Batch, Mean, Metrics, as_mean
+from redco_eqx._base.protocols import Batch, LossFn, Mean, Metrics, as_mean
 from redco_eqx._base.tree import AnyArray
 from redco_eqx._step.state import TrainState, check_unchanged
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 """A pure function `(state, batch) -> (state, metrics)`. `metrics` is a dict of scalars
 or `Mean`s with a `"loss"`."""
+
+
+@runtime_checkable
+class TrainStepFn(Protocol):
+    """A training step for [`fit`][], a pure function
+    `(state, batch, *, loss_fn, optimizer, num_microbatches, shardings) -> (state,
+    metrics)`.
+
+    [`train_step`][] is one, and so is
+    `partial(train_step, reshard_after_forward=False)`. Write your own around
+    `train_step`, or around gradients of your own. `fit` passes all four keywords. Take
+    those that your step does not use as `**_`.
+
+    - The step returns a state like the one that it was given: the same structure,
+        shapes and dtypes.
+    - Its metrics are a dict of scalars and [`Mean`][]s, with at least a `"loss"`. A
+        `"grad_norm"` is watched like the loss: if it is not finite, the run ends with
+        the last good state.
+    - The state has a place for whatever else your step has to remember: arrays of a
+        teacher are a part of the model that is not trained (`frozen`), counters and
+        second optimizers are in the optimizer's state.
+    """
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch,
+        /,
+        *,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        num_microbatches: int,
+        shardings: Any,
+    ) -> tuple[TrainState, Any]: ...
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
@@ -156,7 +190,13 @@ def guarded(step_fn: StepFn) -> GuardedStep:
     def step(
         state: TrainState, batch: Batch, ok: Any
     ) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
-        new_state, metrics = step_fn(state, batch)
+        result = step_fn(state, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                "step_fn must return (state, metrics), but returned a "
+                f"{type(result).__name__}."
+            )
+        new_state, metrics = result
         if not isinstance(new_state, TrainState):
             raise ValueError(
                 "step_fn must return (state, metrics), but the state is a "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ from redco_eqx._step.state import (
     state_mesh,
     step_of,
 )
+from redco_eqx._step.steps import JittedStep, train_step
+from redco_eqx._step.window import TrainStepFn
 from redco_eqx._training.course import Hook, InterruptFlag, Plan
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
@@ -59,6 +62,7 @@ def fit(
     num_epochs: int | None = None,
     num_steps: int | None = None,
     num_microbatches: int = 1,
+    step_fn: TrainStepFn = train_step,
     evaluation: Evaluation | None = None,
     hook: Hook | None = None,
     checkpoints: "Checkpoints | str | os.PathLike[str] | None" = None,
@@ -106,6 +110,10 @@ def fit(
     **Other arguments:**
 
     - `num_microbatches`: see `train_step`.
+    - `step_fn`: a training step of your own, a [`TrainStepFn`][], such as
+        `partial(train_step, reshard_after_forward=False)`. It gets `loss_fn`,
+        `optimizer`, `num_microbatches` and `shardings` by name. All that `fit` does
+        around a step stays the same.
     - `evaluation`: an [`Evaluation`][] on other examples, after each epoch or a given
         number of steps, and at the end. `fit` tries it on one batch before it compiles
         anything for training.
@@ -159,6 +167,7 @@ def fit(
     if callable(train_examples):
         check_functions("fit", train_examples=train_examples)
     check_functions("fit", **functions, **({} if hook is None else {"hook": hook}))
+    _check_step("fit", step_fn)
     _check_kind(
         "loggers",
         loggers,
@@ -249,6 +258,7 @@ def fit(
             arrays=jax.tree.leaves(state),
             tree=jax.tree.structure(state),
             run=run,
+            step_fn=step_fn,
             loss_fn=loss_fn,
             optimizer=optimizer,
             num_microbatches=num_microbatches,
@@ -279,6 +289,20 @@ def _check_kind(
         not isinstance(x, kind) or (kind is Sequence and isinstance(x, str))
     ):
         raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
+
+
+def _check_step(where: str, step_fn: object) -> None:
+    """Raise `TypeError` if `step_fn` is not called as a `TrainStepFn`, or is compiled
+    already."""
+    inner: Any = step_fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if isinstance(inner, JittedStep | jax.stages.Wrapped):
+        raise TypeError(
+            f"{where}: step_fn is compiled by jax.jit or jit_step, which take no "
+            "functions such as loss_fn. Pass the function itself: fit compiles it."
+        )
+    check_functions(where, step_fn=step_fn)
 
 
 def _begin(

@@ -8,6 +8,7 @@ compared again when a run continues.
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.passes import on_arrays
 from redco_eqx._step.state import TrainState, state_mesh
+from redco_eqx._step.window import TrainStepFn
 
 _Checksums: TypeAlias = dict[str, dict[str, int]]
 _EXAMPLES = "train_examples"
@@ -129,19 +131,39 @@ def with_programs(
     """Add the digests of the functions (see `programs_of`) to the identity of a run.
     Warn about those that differ from the digests of the run so far, which continues
     from the checkpoint `source`."""
+    before = run.identity
     programs = programs_of(state, batch, **functions)
-    changed = [
-        name
-        for name, x in programs.items()
-        if x and run.identity.get(name, x) not in ("", x)
-    ]
+    changed = _changed(before, programs)
     if changed:
         warn(
             f"fit: {' and '.join(changed)} of this call "
             f"compute{'s' * (len(changed) == 1)} something different from the run so "
             f"far, which continues from {source}."
         )
-    return dataclasses.replace(run, identity={**run.identity, **programs})
+    others = {name: x for name, x in before.items() if name != "step_fn"}
+    return dataclasses.replace(run, identity={**others, **programs})
+
+
+def _changed(before: Identity, programs: Mapping[str, str]) -> list[str]:
+    """Name the functions whose digests differ from those of the run so far. An empty
+    digest is not known."""
+    if "loss_fn" not in before:
+        return []
+    unknown = ("", None)
+    changed = [
+        name
+        for name in ("loss_fn", "optimizer")
+        if before.get(name) not in unknown
+        and programs[name] not in unknown
+        and before[name] != programs[name]
+    ]
+    # The digest of a step covers the loss and the optimizer that it calls, so it says
+    # something of its own only if they are the same. `train_step` has no digest.
+    was = before.get("step_fn")
+    now = programs.get("step_fn")
+    if not changed and was != now and "" not in (was, now):
+        return ["step_fn"]
+    return changed
 
 
 def programs_of(
@@ -150,9 +172,10 @@ def programs_of(
     *,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
+    step_fn: TrainStepFn | None = None,
 ) -> dict[str, str]:
-    """Compute digests of the loss and optimizer programs, traced on one device for a
-    batch of 8 rows like this one.
+    """Compute digests of the loss and optimizer programs, and of the user's own step,
+    traced on one device for a batch of 8 rows like this one.
 
     A digest is empty if the function cannot be traced in this way.
     """
@@ -169,10 +192,20 @@ def programs_of(
         lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), batch
     )
     arrays = state.params, state.frozen, state.model_state
-    return {
+    digests = {
         "loss_fn": _traced(on_arrays(state, loss_fn), *arrays, rows, state.key),
         "optimizer": _traced(optimize, state.params, state.opt_state),
     }
+    if step_fn is not None:
+        step = functools.partial(
+            step_fn,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            num_microbatches=1,
+            shardings=None,
+        )
+        digests["step_fn"] = _traced(step, state, rows)
+    return digests
 
 
 def compare_states(state: TrainState, reason: str) -> None:

@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from redco_eqx._base.protocols import Batch
+from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.compile_cache import compile_once
 from redco_eqx._step.state import TrainState, state_mesh
-from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import Window, accumulated, guarded
+from redco_eqx._step.steps import corrected, train_step
+from redco_eqx._step.window import TrainStepFn, Window, accumulated, guarded
 
 
 class TrainProgram(NamedTuple):
@@ -32,15 +33,37 @@ class TrainProgram(NamedTuple):
     peak_seconds: float
 
 
-def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """Compile `train_step` with these options, for states with this layout and batches
-    with these shapes. The step leaves the state as it was if it is not finite.
+def is_train_step(step_fn: TrainStepFn) -> bool:
+    """True for `train_step`, also with options (`functools.partial`)."""
+    while isinstance(step_fn, functools.partial):
+        step_fn = step_fn.func
+    return step_fn is train_step
+
+
+def train_program(
+    state: TrainState,
+    batch: Batch,
+    *,
+    step_fn: TrainStepFn = train_step,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_microbatches: int = 1,
+) -> TrainProgram:
+    """Compile a step for states with this layout and batches with these shapes. It
+    leaves the state as it was if it is not finite.
 
     Raises `ValueError` as `guarded` does, and the errors of the user's functions.
     """
-    step = jax.jit(
-        guarded(functools.partial(train_step, **options, shardings=state.shardings))
+    own_step: Any = functools.partial(
+        step_fn,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        shardings=state.shardings,
     )
+    if not is_train_step(step_fn):
+        own_step = corrected(own_step)
+    step = jax.jit(guarded(own_step))
     everywhere = replicated(state_mesh(state))
     # `jit` keeps this trace, and the trace of the body uses it: its arguments are of
     # the same types.

@@ -21,7 +21,7 @@ from redco_eqx._distributed.process_group import Watchdog, leave_call
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.compile_cache import signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
-from redco_eqx._step.window import Window, all_finite
+from redco_eqx._step.window import TrainStepFn, Window, all_finite
 from redco_eqx._training.course import (
     Hook,
     InterruptFlag,
@@ -37,7 +37,11 @@ from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
 from redco_eqx._training.in_flight import InFlight, PendingRow, StepInFlight
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.lost_updates import LostUpdates
-from redco_eqx._training.program import TrainProgram, train_program
+from redco_eqx._training.program import (
+    TrainProgram,
+    is_train_step,
+    train_program,
+)
 
 if TYPE_CHECKING:  # imported where it is used, because few runs need it
     from redco_eqx._training.saving import Saver
@@ -62,6 +66,7 @@ class Training:
     arrays: list[Any]
     tree: Any
     run: RunRecord
+    step_fn: TrainStepFn
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     num_microbatches: int
@@ -184,6 +189,10 @@ class Training:
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
         """Return the program for batches of these shapes."""
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
+        # `train_step` leaves the record of a run as it is.
+        compared = dict(functions)
+        if not is_train_step(self.step_fn):
+            compared["step_fn"] = self.step_fn
         if self._program is None:
             self._first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
@@ -196,8 +205,9 @@ class Training:
                     self.saver and self.saver.path,
                     self.state,
                     batch,
-                    functions,
+                    compared,
                 )
+                self._announce_what_is_not_compared(compared)
         elif self._first is not None and (change := first_change(self._first, batch)):
             path, was, became = change
             warn(
@@ -207,11 +217,15 @@ class Training:
             )
             self._first = None
         program = train_program(
-            self.state, batch, **functions, num_microbatches=self.num_microbatches
+            self.state,
+            batch,
+            step_fn=self.step_fn,
+            **functions,
+            num_microbatches=self.num_microbatches,
         )
         facts = {
             f"the checksum of what {name} computes": self.run.identity.get(name, "")
-            for name in functions
+            for name in compared
         }
         agree(
             self._mesh,
@@ -220,6 +234,13 @@ class Training:
         )
         self._programs[shapes] = program
         return program
+
+    def _announce_what_is_not_compared(self, functions: Mapping[str, Any]) -> None:
+        if "step_fn" in functions and not self.run.identity["step_fn"]:
+            self.reporter.say(
+                "fit: step_fn cannot be traced on one device without shardings, so it "
+                "is not compared with that of a resumed run"
+            )
 
     def _catch_up(self, num_ahead: int = 0) -> None:
         """Wait until at most `num_ahead` steps are unfinished, and report the rows of

@@ -142,7 +142,7 @@ class Saver:
         names = (
             "key",
             "parameters",
-            *(("loss_fn", "optimizer") if info.versions == versions() else ()),
+            *(("loss_fn", "optimizer", "step_fn") if info.versions == versions() else ()),
         )
         began = {name: x for name, x in before.identity.items() if name in names}
         changed = {
