@@ -43,7 +43,7 @@ WITH_FAMILIES = "models/tests/test_core_with_families.py"
 TESTS = {
     ".": [
         "tests/test_tree.py",
-        "tests/test_door.py",
+        "tests/test_refused_arguments.py",
         "tests/sharded_init",
         "tests/step",
         "tests/sharding",
@@ -51,14 +51,18 @@ TESTS = {
     ],
     "_base": [
         "tests/test_tree.py",
-        "tests/test_door.py",
+        "tests/test_refused_arguments.py",
         "tests/traced",
         "tests/compile_cache",
         "tests/step",
         "tests/dataflow",
         "tests/sharded_init",
     ],
-    "_checkpoint": ["tests/checkpoint", "tests/training", "tests/test_door.py"],
+    "_checkpoint": [
+        "tests/checkpoint",
+        "tests/training",
+        "tests/test_refused_arguments.py",
+    ],
     "_compiled": ["tests/compiled", "tests/planning"],
     "_data": ["tests/data", "tests/training"],
     "_dataflow": ["tests/dataflow", "models/tests/test_layouts_of_families.py"],

@@ -26,6 +26,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not ON_DEVICE:
 
 # After the environment, which JAX reads when it is imported.
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -69,6 +70,16 @@ def double() -> Iterator[None]:
     """Computes in float64, where a tolerance tells rounding from anything else."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def annotations_unchecked() -> Iterator[None]:
+    """Checks no annotation, as with a user: a test of the library's own message must
+    get that far with an argument of another type."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import MESHES, host, paired
+from fit_helpers import BODY, MESHES, STEP, compilations, host, paired
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from quickstart import Transformer
 
@@ -142,6 +142,24 @@ def assert_refused(
     for *given, message in cases:
         with pytest.raises(ValueError, match=begin + message):
             call(*given)
+
+
+def refused(name: str, call: Any, words: str, *more: Any) -> Any:
+    """A case of a test of bad arguments, with its id: what is called, and what the
+    message must name, with ` ... ` between."""
+    return pytest.param(call, words, *more, id=name)
+
+
+def assert_refused_early(call: Any, exception: type[Exception], words: str) -> None:
+    """The call raises exactly this exception, whose message and notes name all `words`,
+    and no step was compiled before."""
+    with compilations() as compiled, pytest.raises(exception) as caught:
+        call()
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert caught.type is exception
+    missing = [part for part in words.split(" ... ") if part not in message]
+    assert not missing, message
+    assert not {BODY, STEP} & set(compiled)
 
 
 def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> None:
