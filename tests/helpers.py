@@ -3,7 +3,6 @@ counter of compilations."""
 
 import pathlib
 import struct
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,16 +131,6 @@ def assert_same_layout(tree: Any, other: Any) -> None:
             x.sharding,
             y.sharding,
         )
-
-
-def assert_refused(
-    call: Any, cases: Iterable[tuple[Any, ...]], begin: str = ""
-) -> None:
-    """Each case is what `call` is given, and the pattern of its `ValueError`, after
-    `begin`."""
-    for *given, message in cases:
-        with pytest.raises(ValueError, match=begin + message):
-            call(*given)
 
 
 def refused(name: str, call: Any, words: str, *more: Any) -> Any:

@@ -522,103 +522,204 @@ IMAGES = {
     "attention_mask": np.ones((4, 64)),
 }
 PADDED = {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])}
-BAD_INPUT: list[tuple[str, dict[str, Any], str]] = [
-    ("all", {"max_new_tokens": 0}, r"max_new_tokens=0.*at least 1"),
-    ("all", {"inputs": np.ones((4, PROMPT), np.float32)}, r"inputs has dtype float32"),
-    ("all", {"inputs": np.ones((4, PROMPT), bool)}, r"inputs has dtype bool"),
-    ("all", {"inputs": np.ones(PROMPT, np.int32)}, r"inputs has shape \(6,\)"),
-    ("all", {"inputs": np.ones((4, 0), np.int32)}, r"inputs has shape \(4, 0\)"),
+# An id, a model, what is changed, and the message.
+BAD_INPUT: list[tuple[str, str, dict[str, Any], str]] = [
     (
+        "max_new_tokens-zero",
+        "all",
+        {"max_new_tokens": 0},
+        r"max_new_tokens=0.*at least 1",
+    ),
+    (
+        "inputs-floats",
+        "all",
+        {"inputs": np.ones((4, PROMPT), np.float32)},
+        r"inputs has dtype float32",
+    ),
+    (
+        "inputs-bools",
+        "all",
+        {"inputs": np.ones((4, PROMPT), bool)},
+        r"inputs has dtype bool",
+    ),
+    (
+        "inputs-one_row",
+        "all",
+        {"inputs": np.ones(PROMPT, np.int32)},
+        r"inputs has shape \(6,\)",
+    ),
+    (
+        "inputs-empty",
+        "all",
+        {"inputs": np.ones((4, 0), np.int32)},
+        r"inputs has shape \(4, 0\)",
+    ),
+    (
+        "inputs-too_large",
         "all",
         {"inputs": np.full((4, 6), VOCABULARY)},
         r"inputs\[0, 0\] is 64, but .* tokens are 0 to 63",
     ),
     (
+        "attention_mask-of_another_shape",
         "all",
         {"attention_mask": np.ones((4, 7))},
         r"attention_mask has shape \(4, 7\).*\(4, 6\)",
     ),
-    ("all", {"attention_mask": np.ones(6)}, r"attention_mask has shape \(6,\)"),
-    ("all", PADDED, r"inputs\[0, 1\] is -2, but"),
     (
+        "attention_mask-one_row",
+        "all",
+        {"attention_mask": np.ones(6)},
+        r"attention_mask has shape \(6,\)",
+    ),
+    ("inputs-negative", "all", PADDED, r"inputs\[0, 1\] is -2, but"),
+    (
+        "max_new_tokens-too_many",
         "gpt2",
         {"max_new_tokens": NEW + 1},
         "a prompt of 6 and max_new_tokens=9.*14 positions",
     ),
     (
+        "decoder_input_ids-without_encoder",
         "gpt2",
         {"decoder_input_ids": np.ones((4, 1), np.int32)},
         "decoder_input_ids is for models with an enc",
     ),
     (
+        "max_new_tokens-too_many",
         "bart",
         {"max_new_tokens": 16},
         "a prompt of 1 and max_new_tokens=16.*16 positions",
     ),
     (
+        "decoder_input_ids-of_other_rows",
         "bart",
         {"decoder_input_ids": np.ones((3, 1), np.int32)},
         "decoder_input_ids has 3 rows, but inputs 4",
     ),
     (
+        "decoder_input_ids-empty",
         "bart",
         {"decoder_input_ids": np.ones((4, 0), np.int32)},
         r"decoder_input_ids has shape \(4, 0\)",
     ),
     (
+        "attention_mask-of_images",
         "bart",
         IMAGES,
         r"attention_mask is for texts, but inputs has shape \(4, 3, 8, 8\)",
     ),
-    ("no start", {}, r"no decoder_start_token_id\. Pass decoder_input_ids"),
-]
-BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    *((generate, {"temperature": x}, f"temperature={x}") for x in (-0.5, float("nan"))),
-    *((generate, {"temperature": 1.0, "top_p": x}, f"top_p={x}") for x in (0.0, 1.5)),
-    (generate, {"temperature": 1.0, "top_k": 0}, r"top_k=0"),
-    (generate, {"temperature": 1.0, "key": None}, r"key is None.*key=jax.random.key"),
-    (generate, {"top_k": 3}, r"top_k=3 does nothing at temperature 0"),
-    (generate, {"top_p": 0.5}, r"top_p=0.5 does nothing at temperature 0"),
-    (beam_search, {"num_beams": 0}, r"num_beams=0.*at least 1"),
     (
+        "decoder_input_ids-missing",
+        "no start",
+        {},
+        r"no decoder_start_token_id\. Pass decoder_input_ids",
+    ),
+]
+BAD_OPTIONS = [
+    *(
+        pytest.param(
+            generate,
+            {"temperature": x},
+            f"temperature={x}",
+            id=f"generate-temperature-{x}",
+        )
+        for x in (-0.5, float("nan"))
+    ),
+    *(
+        pytest.param(
+            generate,
+            {"temperature": 1.0, "top_p": x},
+            f"top_p={x}",
+            id=f"generate-top_p-{x}",
+        )
+        for x in (0.0, 1.5)
+    ),
+    pytest.param(
+        generate, {"temperature": 1.0, "top_k": 0}, r"top_k=0", id="generate-top_k-zero"
+    ),
+    pytest.param(
+        generate,
+        {"temperature": 1.0, "key": None},
+        r"key is None.*key=jax.random.key",
+        id="generate-key-none",
+    ),
+    pytest.param(
+        generate,
+        {"top_k": 3},
+        r"top_k=3 does nothing at temperature 0",
+        id="generate-top_k-without_temperature",
+    ),
+    pytest.param(
+        generate,
+        {"top_p": 0.5},
+        r"top_p=0.5 does nothing at temperature 0",
+        id="generate-top_p-without_temperature",
+    ),
+    pytest.param(
+        beam_search,
+        {"num_beams": 0},
+        r"num_beams=0.*at least 1",
+        id="beam_search-num_beams-zero",
+    ),
+    pytest.param(
         beam_search,
         {"num_beams": 2, "length_penalty": float("inf")},
         r"length_penalty=inf.*finite",
+        id="beam_search-length_penalty-inf",
     ),
 ]
 
 
-def test_bad_input_is_refused_before_compilation():
-    models = {"gpt2": model_of("gpt2", False), "bart": model_of("bart")}
-    no_start = dataclasses.replace(models["bart"].config, decoder_start_token_id=None)
-    models["no start"] = changed(models["bart"], config=no_start)
-    with compilations() as compiled:
-        for name, changes, message in BAD_INPUT:
-            for model in models.values() if name == "all" else (models[name],):
-                given: dict[str, Any] = {
-                    "inputs": ROWS,
-                    "max_new_tokens": NEW,
-                    **changes,
-                }
-                with pytest.raises(ValueError, match=rf"^generate: .*{message}"):
-                    generate(model, **given)
-                with pytest.raises(ValueError, match=rf"^beam_search: .*{message}"):
-                    beam_search(model, num_beams=2, **given)
-        for search, changes, message in BAD_OPTIONS:
-            given = {"key": jax.random.key(0)} if search is generate else {}
-            with pytest.raises(ValueError, match=rf"^{search.__name__}: .*{message}"):
-                search(models["gpt2"], ROWS, max_new_tokens=NEW, **{**given, **changes})
-        for value in ("always", 1, None):
-            with pytest.raises(
-                ValueError,
-                match=f"early_stopping={value!r}, but it must be True, False or",
-            ):
-                # By `beam_search`, whose annotation is checked before it here.
-                check_options(2, 1.0, value)
-        for value in ("5", [5.0], True, 64, (3, -1)):
-            with pytest.raises(
-                ValueError,
-                match=r"^generate: eos_token_id=.*be a token, from 0 to 63, or sev",
-            ):
-                special_tokens("generate", models["gpt2"], value, None)
+@functools.cache
+def named(name: str) -> Any:
+    if name != "no start":
+        return model_of(name, name == "bart")
+    config = dataclasses.replace(model_of("bart").config, decoder_start_token_id=None)
+    return changed(model_of("bart"), config=config)
+
+
+def assert_refused(match: str, call: Any, *arguments: Any, **options: Any) -> None:
+    """The call is refused, and compiles nothing."""
+    with compilations() as compiled, pytest.raises(ValueError, match=match):
+        call(*arguments, **options)
     assert not compiled
+
+
+@pytest.mark.parametrize("search", ["generate", "beam_search"])
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        pytest.param(one, changes, message, id=f"{one}-{what}")
+        for what, name, changes, message in BAD_INPUT
+        for one in (("gpt2", "bart", "no start") if name == "all" else (name,))
+    ],
+)
+def test_bad_input_is_refused_before_compilation(name, changes, message, search):
+    model = named(name)
+    call = generate if search == "generate" else beam_search
+    beams: dict[str, Any] = {} if search == "generate" else {"num_beams": 2}
+    given: dict[str, Any] = {"inputs": ROWS, "max_new_tokens": NEW, **changes}
+    assert_refused(rf"^{search}: .*{message}", call, model, **beams, **given)
+
+
+@pytest.mark.parametrize(("search", "changes", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused_before_compilation(search, changes, message):
+    model = named("gpt2")
+    given = {"key": jax.random.key(0)} if search is generate else {}
+    options = {"max_new_tokens": NEW, **given, **changes}
+    assert_refused(rf"^{search.__name__}: .*{message}", search, model, ROWS, **options)
+
+
+@pytest.mark.parametrize("value", ["always", 1, None])
+def test_early_stopping_that_is_no_bool_is_refused(value):
+    # By `beam_search`, whose annotation is checked before it here.
+    message = f"early_stopping={value!r}, but it must be True, False or"
+    assert_refused(message, check_options, 2, 1.0, value)
+
+
+@pytest.mark.parametrize("value", ["5", [5.0], True, 64, (3, -1)], ids=repr)
+def test_ends_that_are_no_tokens_are_refused(value):
+    model = named("gpt2")
+    message = r"^generate: eos_token_id=.*be a token, from 0 to 63, or sev"
+    assert_refused(message, special_tokens, "generate", model, value, None)

@@ -191,47 +191,78 @@ def rename(old, new):
     return change
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path):
-    saved(tmp_path / "whole")
-    cases = [
-        (
-            edit(bias="all"),
-            "bias='all' is not supported, only 'none'.*merge_and_unload",
-        ),
-        (
-            edit(init_lora_weights="loftq"),
-            "init_lora_weights='loftq' is not supported, only True or",
-        ),
-        (edit(use_rslora="yes"), "use_rslora='yes' is not supported, only True"),
-        (
-            edit(of_next_year={"x": 1}),
-            "of_next_year={'x': 1} is not supported. The logits would be",
-        ),
-        (edit(r=0), "r=0, but it must be a positive integer"),
-        (edit(r=2.5), "r=2.5, but it must be a positive integer"),
-        (edit(lora_alpha="8"), "lora_alpha='8', but it must be a positive number"),
-        (edit(r=2), r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]"),
-        (
-            rename("q_proj", "w_q"),
-            r"no projections named \['model\.layers\.0\.self_attn\.w_q",
-        ),
-        (rename("lora_A", "lora_C"), "other keys than LoRA's: base_model"),
-        (rename("layers.1.mlp", "layers.7.mlp"), r"layers\.[17]\.mlp\.down_proj"),
-    ]
-    for i, (change, message) in enumerate(cases):
-        directory = tmp_path / str(i)
-        shutil.copytree(tmp_path / "whole", directory)
-        change(directory)
-        raised(ValueError, models.load_lora, llama(False), directory, match=message)
-    removed = tmp_path / "whole" / CONFIG
-    removed.unlink()
-    raised(
-        FileNotFoundError,
-        models.load_lora,
-        llama(False),
-        removed.parent,
-        match="has no adapter_config",
-    )
+# A change of the files, and the message.
+UNFIT = [
+    pytest.param(
+        edit(bias="all"),
+        "bias='all' is not supported, only 'none'.*merge_and_unload",
+        id="bias-all",
+    ),
+    pytest.param(
+        edit(init_lora_weights="loftq"),
+        "init_lora_weights='loftq' is not supported, only True or",
+        id="init_lora_weights-loftq",
+    ),
+    pytest.param(
+        edit(use_rslora="yes"),
+        "use_rslora='yes' is not supported, only True",
+        id="use_rslora-str",
+    ),
+    pytest.param(
+        edit(of_next_year={"x": 1}),
+        "of_next_year={'x': 1} is not supported. The logits would be",
+        id="unknown_entry",
+    ),
+    pytest.param(edit(r=0), "r=0, but it must be a positive integer", id="r-zero"),
+    pytest.param(edit(r=2.5), "r=2.5, but it must be a positive integer", id="r-float"),
+    pytest.param(
+        edit(lora_alpha="8"),
+        "lora_alpha='8', but it must be a positive number",
+        id="lora_alpha-str",
+    ),
+    pytest.param(
+        edit(r=2),
+        r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]",
+        id="r-of_another_size",
+    ),
+    pytest.param(
+        rename("q_proj", "w_q"),
+        r"no projections named \['model\.layers\.0\.self_attn\.w_q",
+        id="unknown_projection",
+    ),
+    pytest.param(
+        rename("lora_A", "lora_C"),
+        "other keys than LoRA's: base_model",
+        id="unknown_keys",
+    ),
+    pytest.param(
+        rename("layers.1.mlp", "layers.7.mlp"),
+        r"layers\.[17]\.mlp\.down_proj",
+        id="unknown_layer",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of an adapter. Not to be changed."""
+    directory = tmp_path_factory.mktemp("whole")
+    saved(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("change", "message"), UNFIT)
+def test_files_that_do_not_fit_are_refused(change, message, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    change(tmp_path)
+    raised(ValueError, models.load_lora, llama(False), tmp_path, match=message)
+
+
+def test_files_without_the_configuration_are_refused(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / CONFIG).unlink()
+    message = "has no adapter_config"
+    raised(FileNotFoundError, models.load_lora, llama(False), tmp_path, match=message)
 
 
 def test_what_is_not_of_one_kind_is_not_saved(tmp_path):

@@ -2,7 +2,6 @@
 this library."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -529,31 +528,43 @@ def test_litter_is_removed_and_nothing_else(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.damaged", "mine"]
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
-    nan = dataclasses.replace(
-        tiny(3), params={"weight": jnp.ones(2), "bias": jnp.array([1.0, jnp.nan])}
-    )
-    deleted = tiny(0)
-    deleted.params["weight"].delete()
-    extras = [
-        {"a": (1, 2)},
-        {"a": np.ones(2)},
-        {"a": {1: 2}},
-        {"a": float("nan")},
-        {"a": {3}},
-    ]
-    save = functools.partial(rx.save, tmp_path)
-    cases: list[tuple[Any, str]] = [
-        (lambda: save(nan), r"step 3 is not saved, because model/bias"),
-        (lambda: save(jax.eval_shape(lambda: tiny(0))), "is abstract"),
-        (lambda: save(deleted), "model/weight of the state has been deleted"),
-        # JSON would change them.
-        *(
-            (functools.partial(save, tiny(0), extras=x), "extras must be plain JSON")
-            for x in extras
-        ),
-    ]
-    helpers.assert_refused(lambda call: call(), cases)
+def with_nan() -> Any:
+    params = {"weight": jnp.ones(2), "bias": jnp.array([1.0, jnp.nan])}
+    return dataclasses.replace(tiny(3), params=params)
+
+
+def with_a_deleted_array() -> Any:
+    state = tiny(0)
+    state.params["weight"].delete()
+    return state
+
+
+NOT_TO_BE_SAVED: dict[str, tuple[Any, str]] = {
+    "nan": (with_nan, r"step 3 is not saved, because model/bias"),
+    "abstract": (lambda: jax.eval_shape(lambda: tiny(0)), "is abstract"),
+    "deleted": (with_a_deleted_array, "model/weight of the state has been deleted"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TO_BE_SAVED)
+def test_a_state_that_cannot_be_saved_is_refused(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    make, message = NOT_TO_BE_SAVED[name]
+    raised(ValueError, rx.save, tmp_path, make(), match=message)
+    assert rx.list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [(1, 2), np.ones(2), {1: 2}, float("nan"), {3}],
+    ids=["tuple", "array", "int_as_name", "nan", "set"],
+)
+def test_extras_that_json_would_change_are_refused(
+    extras: Any, tmp_path: pathlib.Path
+) -> None:
+    message = "extras must be plain JSON"
+    raised(ValueError, rx.save, tmp_path, tiny(0), extras={"a": extras}, match=message)
     assert rx.list_checkpoints(tmp_path) == []
 
 

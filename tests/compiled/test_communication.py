@@ -172,20 +172,32 @@ def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> 
     }
 
 
-def test_what_is_not_a_program_for_the_mesh_is_refused() -> None:
-    jitted: Any = jax.jit(jnp.sin)
-    for program, error, message in [
-        (
-            jitted.lower(X).compile(),
-            ValueError,
-            r"for 1 device\(s\), but the mesh has 8",
-        ),
-        (jitted, TypeError, r"is a .*, but must be what Lowered.compile"),
-        (jitted.lower(X), TypeError, r"is a Lowered, but must be what Lowered.compile"),
-    ]:
-        with pytest.raises(error, match=message):
-            # Past the check of types that only tests have.
-            inspect.unwrap(communication)(program, MESH)
+NO_PROGRAMS: dict[str, tuple[Any, type[Exception], str]] = {
+    "for_one_device": (
+        lambda jitted: jitted.lower(X).compile(),
+        ValueError,
+        r"for 1 device\(s\), but the mesh has 8",
+    ),
+    "jitted": (
+        lambda jitted: jitted,
+        TypeError,
+        r"is a .*, but must be what Lowered.compile",
+    ),
+    "lowered": (
+        lambda jitted: jitted.lower(X),
+        TypeError,
+        r"is a Lowered, but must be what Lowered.compile",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_PROGRAMS)
+def test_what_is_not_a_program_for_the_mesh_is_refused(name: str) -> None:
+    make, error, message = NO_PROGRAMS[name]
+    program = make(jax.jit(jnp.sin))
+    with pytest.raises(error, match=message):
+        # Past the check of types that only tests have.
+        inspect.unwrap(communication)(program, MESH)
 
 
 # Totals and the table.

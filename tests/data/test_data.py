@@ -299,146 +299,205 @@ def test_workers_collate_at_the_same_time_and_keep_the_order():
 # What collate_fn may return
 
 
-def test_arrays_that_are_accepted():
-    for convert in (
-        lambda x: np.asarray(x, bool),
-        lambda x: np.asarray(x, np.complex64),
-        lambda x: np.asarray(x).astype(jnp.bfloat16),
-        lambda x: jnp.asarray(x, jnp.float16),
-        lambda x: np.zeros((len(x), 0), np.float32),
-        lambda x: (np.asarray(x), {"a": jnp.asarray(x)}, None),
-        lambda x: rx.Mean(jnp.asarray(x), jnp.ones(8)),
-        lambda x: np.stack([x, x], axis=1)[:, ::-1],
-    ):
-        (batch,) = batches(range(8), convert, mesh=make_mesh(tensor=2, fsdp=2))
-        expected = convert(list(range(8)))
-        assert jax.tree.structure(batch) == jax.tree.structure(expected)
-        for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(expected)):
-            assert x.dtype == jnp.asarray(y).dtype
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+ACCEPTED: dict[str, Any] = {
+    "bool": lambda x: np.asarray(x, bool),
+    "complex64": lambda x: np.asarray(x, np.complex64),
+    "bfloat16": lambda x: np.asarray(x).astype(jnp.bfloat16),
+    "float16_of_jax": lambda x: jnp.asarray(x, jnp.float16),
+    "no_elements": lambda x: np.zeros((len(x), 0), np.float32),
+    "tree": lambda x: (np.asarray(x), {"a": jnp.asarray(x)}, None),
+    "mean": lambda x: rx.Mean(jnp.asarray(x), jnp.ones(8)),
+    "reversed": lambda x: np.stack([x, x], axis=1)[:, ::-1],
+}
 
 
-def test_what_collate_fn_may_not_return():
-    for bad, error, message in (
-        (
-            lambda x: None,
-            ValueError,
-            r"returned None, which holds no array.*leading dim 8",
-        ),
-        (
-            lambda x: {"a": np.float32(1)},
-            ValueError,
-            r"leaf 'a' is float32\[\].*must be 8",
-        ),
-        (lambda x: {"a": list(x)}, TypeError, r"leaf 'a.0' is a int"),
-        (
-            lambda x: (np.zeros((8, 2)), np.zeros((4, 2))),
-            ValueError,
-            r"leaf '1' is float64\[4,2\]",
-        ),
-        (
-            lambda x: np.zeros((9,), np.int32),
-            ValueError,
-            r"the batch is int32\[9\].*must be 8",
-        ),
-        (
-            lambda x: {"t": np.asarray(["a"] * 8)},
-            TypeError,
-            r"leaf 't' is <U1\[8\].*numbers and boo",
-        ),
-        (
-            lambda x: {"t": np.zeros(8, "datetime64[s]")},
-            TypeError,
-            r"datetime64\[s\]\[8\]",
-        ),
-        (
-            lambda x: {"k": jax.random.split(KEY, 8)},
-            TypeError,
-            r"leaf 'k' is key<fry>\[8\].*loss func",
-        ),
-    ):
-        raised(error, next, batches(range(16), bad), match=message)
-        assert no_threads_left(), message
+@pytest.mark.parametrize("convert", ACCEPTED.values(), ids=list(ACCEPTED))
+def test_arrays_that_are_accepted(convert):
+    (batch,) = batches(range(8), convert, mesh=make_mesh(tensor=2, fsdp=2))
+    expected = convert(list(range(8)))
+    assert jax.tree.structure(batch) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(expected)):
+        assert x.dtype == jnp.asarray(y).dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_numbers_that_32_bits_do_not_hold_are_refused():
-    def made(x):
-        return next(
-            batches([0] * 8, lambda rows: {"x": np.array([0, x] * 4, x.dtype)})
-        )["x"]
+NOT_RETURNED = [
+    pytest.param(
+        lambda x: None,
+        ValueError,
+        r"returned None, which holds no array.*leading dim 8",
+        id="none",
+    ),
+    pytest.param(
+        lambda x: {"a": np.float32(1)},
+        ValueError,
+        r"leaf 'a' is float32\[\].*must be 8",
+        id="scalar",
+    ),
+    pytest.param(
+        lambda x: {"a": list(x)}, TypeError, r"leaf 'a.0' is a int", id="list"
+    ),
+    pytest.param(
+        lambda x: (np.zeros((8, 2)), np.zeros((4, 2))),
+        ValueError,
+        r"leaf '1' is float64\[4,2\]",
+        id="of_unequal_rows",
+    ),
+    pytest.param(
+        lambda x: np.zeros((9,), np.int32),
+        ValueError,
+        r"the batch is int32\[9\].*must be 8",
+        id="one_row_more",
+    ),
+    pytest.param(
+        lambda x: {"t": np.asarray(["a"] * 8)},
+        TypeError,
+        r"leaf 't' is <U1\[8\].*numbers and boo",
+        id="text",
+    ),
+    pytest.param(
+        lambda x: {"t": np.zeros(8, "datetime64[s]")},
+        TypeError,
+        r"datetime64\[s\]\[8\]",
+        id="dates",
+    ),
+    pytest.param(
+        lambda x: {"k": jax.random.split(KEY, 8)},
+        TypeError,
+        r"leaf 'k' is key<fry>\[8\].*loss func",
+        id="keys",
+    ),
+]
 
-    for value, message in (
-        (
-            np.int64(2**31),
-            r"leaf 'x' is int64\[8\] and has 2147483648, but JAX stores it as int32",
-        ),
-        (np.int64(-(2**40)), r"has -1099511627776, but"),
-        (np.uint64(2**32), r"has 4294967296, but JAX stores it as uint32"),
-        (
-            np.float64(-1e39),
-            r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32",
-        ),
-    ):
-        raised(ValueError, made, value, match=rf"^collate_fn: .*{message}")
-        with jax.enable_x64(True):
-            assert made(value)[1] == value
-    held = (
+
+@pytest.mark.parametrize(("bad", "error", "message"), NOT_RETURNED)
+def test_what_collate_fn_may_not_return(bad, error, message):
+    raised(error, next, batches(range(16), bad), match=message)
+    assert no_threads_left()
+
+
+def in_a_batch(x):
+    """The array of a batch that holds a number."""
+    made = batches([0] * 8, lambda rows: {"x": np.array([0, x] * 4, x.dtype)})
+    return next(made)["x"]
+
+
+TOO_LARGE = [
+    pytest.param(
+        np.int64(2**31),
+        r"leaf 'x' is int64\[8\] and has 2147483648, but JAX stores it as int32",
+        id="int64",
+    ),
+    pytest.param(np.int64(-(2**40)), r"has -1099511627776, but", id="negative_int64"),
+    pytest.param(
+        np.uint64(2**32), r"has 4294967296, but JAX stores it as uint32", id="uint64"
+    ),
+    pytest.param(
+        np.float64(-1e39),
+        r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32",
+        id="float64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), TOO_LARGE)
+def test_numbers_that_32_bits_do_not_hold_are_refused(value, message):
+    raised(ValueError, in_a_batch, value, match=rf"^collate_fn: .*{message}")
+    with jax.enable_x64(True):
+        assert in_a_batch(value)[1] == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
         np.int64(-(2**31)),
         np.int64(2**31 - 1),
         np.uint64(2**32 - 1),
         np.float64(0.1),
         np.float64(-np.inf),
-    )
-    assert [made(value).dtype.itemsize for value in held] == [4] * 5
+    ],
+    ids=repr,
+)
+def test_numbers_that_32_bits_hold_are_taken(value):
+    assert in_a_batch(value).dtype.itemsize == 4
 
 
 # Errors at the call
 
+BAD_ARGUMENTS = [
+    pytest.param(
+        {"batch_size": 0},
+        ValueError,
+        r"batch_size=0 must be a positive multiple of 4.*Use 4",
+        id="batch_size-zero",
+    ),
+    pytest.param(
+        {"batch_size": 10},
+        ValueError,
+        r"batch_size=10.*of 4.*\(data=2, fsdp=2\).*Use 8",
+        id="batch_size-indivisible",
+    ),
+    pytest.param(
+        {"batch_size": 64},
+        ValueError,
+        r"batch_size=64, but there are only 40 examples.*split",
+        id="batch_size-too_large",
+    ),
+    pytest.param(
+        {"examples": []}, ValueError, r"examples is empty", id="examples-empty"
+    ),
+    pytest.param(
+        {"examples": iter([1])},
+        TypeError,
+        r"examples is a list_iterator.*list\(\.\.\.\)",
+        id="examples-iterator",
+    ),
+    pytest.param(
+        {"examples": {"a": 1}}, TypeError, r"examples is a dict", id="examples-dict"
+    ),
+    pytest.param(
+        {"remainder": "keep"},
+        ValueError,
+        r"remainder='keep', but it must be \"drop\"",
+        id="remainder-unknown",
+    ),
+    pytest.param(
+        {"start": 6},
+        ValueError,
+        r"start=6, but the epoch has 5 batches.*0\.\.5",
+        id="start-too_large",
+    ),
+    pytest.param({"start": -1}, ValueError, r"start=-1", id="start-negative"),
+    pytest.param({"prefetch": -1}, ValueError, r"prefetch=-1", id="prefetch-negative"),
+    pytest.param(
+        {"num_workers": -1},
+        ValueError,
+        r"Data: .* num_workers=-1",
+        id="num_workers-negative",
+    ),
+    pytest.param(
+        {"num_workers": 2, "prefetch": 0},
+        ValueError,
+        r"num_workers=2.* work ahead",
+        id="num_workers-without_prefetch",
+    ),
+    pytest.param(
+        {"key": KEY, "epoch": -1}, ValueError, r"epoch=-1", id="epoch-negative"
+    ),
+]
 
-def test_errors_at_the_call():
-    for wrong, error, message in (
-        (
-            {"batch_size": 0},
-            ValueError,
-            r"batch_size=0 must be a positive multiple of 4.*Use 4",
-        ),
-        (
-            {"batch_size": 10},
-            ValueError,
-            r"batch_size=10.*of 4.*\(data=2, fsdp=2\).*Use 8",
-        ),
-        (
-            {"batch_size": 64},
-            ValueError,
-            r"batch_size=64, but there are only 40 examples.*split",
-        ),
-        ({"examples": []}, ValueError, r"examples is empty"),
-        (
-            {"examples": iter([1])},
-            TypeError,
-            r"examples is a list_iterator.*list\(\.\.\.\)",
-        ),
-        ({"examples": {"a": 1}}, TypeError, r"examples is a dict"),
-        (
-            {"remainder": "keep"},
-            ValueError,
-            r"remainder='keep', but it must be \"drop\"",
-        ),
-        ({"start": 6}, ValueError, r"start=6, but the epoch has 5 batches.*0\.\.5"),
-        ({"start": -1}, ValueError, r"start=-1"),
-        ({"prefetch": -1}, ValueError, r"prefetch=-1"),
-        ({"num_workers": -1}, ValueError, r"Data: .* num_workers=-1"),
-        ({"num_workers": 2, "prefetch": 0}, ValueError, r"num_workers=2.* work ahead"),
-        ({"key": KEY, "epoch": -1}, ValueError, r"epoch=-1"),
-        ({"mesh": jax.make_mesh((8,), ("x",))}, ValueError, r"mesh has axes \('x',\)"),
-    ):
-        arguments = {
-            "examples": range(40),
-            "mesh": make_mesh(tensor=2, fsdp=2),
-            **wrong,
-        }
-        with pytest.raises(error, match=message):
-            batches(arguments.pop("examples"), collate, **arguments)
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD_ARGUMENTS)
+def test_errors_at_the_call(wrong, error, message):
+    arguments = {"examples": range(40), "mesh": make_mesh(tensor=2, fsdp=2), **wrong}
+    with pytest.raises(error, match=message):
+        batches(arguments.pop("examples"), collate, **arguments)
+
+
+def test_a_mesh_of_other_axes_is_refused_at_the_call():
+    mesh = jax.make_mesh((8,), ("x",))
+    with pytest.raises(ValueError, match=r"mesh has axes \('x',\)"):
+        batches(range(40), collate, mesh=mesh)
 
 
 # The order of an epoch: a permutation, uniform as far as can be told, the same for
@@ -510,10 +569,15 @@ def test_every_kind_of_key():
     assert sorted(order_of(20, jax.random.key(3, impl="rbg"), 1).tolist()) == list(
         range(20)
     )
+
+
+@pytest.mark.parametrize("kind", ["two", "int", "none"])
+def test_what_is_not_one_key_gives_no_order(kind):
     # Past the annotations, which are checked in tests only.
     order = inspect.unwrap(epoch_order)
-    for key in (jax.random.split(KEY), 0, None):
-        raised(ValueError, order, 10, key, 0, match="key must be one PRNG key")
+    make: Any = {"two": lambda: jax.random.split(KEY), "int": int, "none": lambda: None}
+    key = make[kind]()
+    raised(ValueError, order, 10, key, 0, match="key must be one PRNG key")
 
 
 # Uniform, by Pearson's test. By chance a p-value is below this once in a million; here

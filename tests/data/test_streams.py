@@ -134,20 +134,27 @@ class Failing(WithState):
             raise KeyError("of another version")
 
 
-def test_a_state_that_is_wrong_is_not_used_and_what_a_for_loop_takes_is_taken():
-    for make, why in (
-        (
-            lambda: stream_sources.Refilling(range(NUM)),
-            "does not lead to the same items",
-        ),
-        (lambda: Failing(range(NUM)), "cannot be set to the stored state: KeyError"),
-        (lambda: Formless(range(NUM)), ""),
-        (Bare, ""),
-    ):
-        found, expected, (said,) = resumed(make)
-        assert found == expected
-        assert "read again from its beginning: 16 items are skipped" in said
-        assert why in said
+NOT_USED: dict[str, tuple[Any, str]] = {
+    "leads_elsewhere": (
+        lambda: stream_sources.Refilling(range(NUM)),
+        "does not lead to the same items",
+    ),
+    "cannot_be_set": (
+        lambda: Failing(range(NUM)),
+        "cannot be set to the stored state: KeyError",
+    ),
+    "without_text": (lambda: Formless(range(NUM)), ""),
+    "no_state": (Bare, ""),
+}
+
+
+@pytest.mark.parametrize("name", NOT_USED)
+def test_a_state_that_is_wrong_is_not_used_and_what_a_for_loop_takes_is_taken(name):
+    make, why = NOT_USED[name]
+    found, expected, (said,) = resumed(make)
+    assert found == expected
+    assert "read again from its beginning: 16 items are skipped" in said
+    assert why in said
 
 
 def test_other_items_are_refused():
@@ -164,12 +171,13 @@ def test_other_items_are_refused():
     assert "continuing anyway (allow_changes=True)" in said[-1]
 
 
-def test_one_item_that_is_another_is_refused():
+@pytest.mark.parametrize("changed", [[99, 4], [4, 3]], ids=["replaced", "exchanged"])
+def test_one_item_that_is_another_is_refused(changed):
     before = list(range(NUM))
     _, place = taken(epochs_of(rx.Stream(before)), 2)[-1]
-    for other in ([*before[:3], 99, *before[4:]], [*before[:3], 4, 3, *before[5:]]):
-        with pytest.raises(ValueError, match="differ from those read before the save"):
-            taken(epochs_of(rx.Stream(other)), 1, place)
+    other = [*before[:3], *changed, *before[5:]]
+    with pytest.raises(ValueError, match="differ from those read before the save"):
+        taken(epochs_of(rx.Stream(other)), 1, place)
 
 
 def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_again():
@@ -293,9 +301,13 @@ def test_a_state_comes_back_as_it_is(state):
     assert repr(ast.literal_eval(state_to_text(state) or "")) == repr(state)
 
 
-def test_a_state_with_other_objects_has_no_text():
-    for x in (object(), np.arange(3), np.float32(0.5), float("nan"), ids):
-        assert state_to_text({"x": [x]}) is None
+@pytest.mark.parametrize(
+    "x",
+    [object(), np.arange(3), np.float32(0.5), float("nan"), ids],
+    ids=["object", "array", "number of NumPy", "nan", "function"],
+)
+def test_a_state_with_other_objects_has_no_text(x):
+    assert state_to_text({"x": [x]}) is None
 
 
 # What all processes must read alike
@@ -306,34 +318,54 @@ class Example:
     tokens: Any
 
 
-def test_what_a_checksum_sees():
-    for one, same, other in (
-        ([1, 2, 3], [1, 2, 3], [1, 3, 2]),
-        ([1, 2**70], [1, 2**70], [1, 2**71]),
-        (["a", "b"], ["a", "".join("b")], ["a", "c"]),
-        ({"x": [1, 2.5, None]}, {"x": [1, 2.5, None]}, {"x": [1, 2.5, False]}),
-        (
-            {"x": np.arange(3), "y": "a"},
-            {"x": np.arange(3), "y": "a"},
-            {"x": np.arange(1, 4), "y": "a"},
-        ),
-        (np.array(["a", None]), np.array(["a", None]), np.array(["b", None])),
-        (
-            np.zeros(3, jnp.bfloat16),
-            np.zeros(3, jnp.bfloat16),
-            np.ones(3, jnp.bfloat16),
-        ),
-        (jnp.arange(3), jnp.arange(3), jnp.arange(1, 4)),
-        (Example([1]), Example([1]), Example([2])),
-        (Example, Example, object()),
-        (
-            np.arange(8).reshape(2, 4).T,
-            np.arange(8).reshape(2, 4).T.copy(),
-            np.arange(8).reshape(4, 2),
-        ),
-    ):
-        assert checksum(one, 5) == checksum(same, 5)
-        assert len({checksum(one), checksum(one, 5), checksum(other, 5)}) == 3
+# A value, the same one made again, and another.
+CHECKED = [
+    pytest.param([1, 2, 3], [1, 2, 3], [1, 3, 2], id="order"),
+    pytest.param([1, 2**70], [1, 2**70], [1, 2**71], id="large_integers"),
+    pytest.param(["a", "b"], ["a", "".join("b")], ["a", "c"], id="texts"),
+    pytest.param(
+        {"x": [1, 2.5, None]},
+        {"x": [1, 2.5, None]},
+        {"x": [1, 2.5, False]},
+        id="none_and_false",
+    ),
+    pytest.param(
+        {"x": np.arange(3), "y": "a"},
+        {"x": np.arange(3), "y": "a"},
+        {"x": np.arange(1, 4), "y": "a"},
+        id="dict_of_arrays",
+    ),
+    pytest.param(
+        np.array(["a", None]),
+        np.array(["a", None]),
+        np.array(["b", None]),
+        id="objects",
+    ),
+    pytest.param(
+        np.zeros(3, jnp.bfloat16),
+        np.zeros(3, jnp.bfloat16),
+        np.ones(3, jnp.bfloat16),
+        id="bfloat16",
+    ),
+    pytest.param(jnp.arange(3), jnp.arange(3), jnp.arange(1, 4), id="of_jax"),
+    pytest.param(Example([1]), Example([1]), Example([2]), id="dataclass"),
+    pytest.param(Example, Example, object(), id="class"),
+    pytest.param(
+        np.arange(8).reshape(2, 4).T,
+        np.arange(8).reshape(2, 4).T.copy(),
+        np.arange(8).reshape(4, 2),
+        id="transposed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "same", "other"), CHECKED)
+def test_what_a_checksum_sees(one, same, other):
+    assert checksum(one, 5) == checksum(same, 5)
+    assert len({checksum(one), checksum(one, 5), checksum(other, 5)}) == 3
+
+
+def test_a_checksum_does_not_see_which_object_it_is():
     assert checksum([object()]) == checksum([object()])
 
 
@@ -344,51 +376,74 @@ def int_as_any() -> Any:
     return 3
 
 
-def test_errors():
-    more: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
-    shorter = r"24 items of epoch 0, but the stream now gives only 20"
-    moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
-    cases: list[tuple[Any, type[Exception], str]] = [
-        # The type checker of the tests comes first.
-        (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),
-        (
-            lambda: rx.Stream([1], sharded=True),
-            ValueError,
-            r"sharded=True needs a function.*num_shards",
+MOVED: Any = Place(0, 1, None, [(0, 2, 4, None)])
+ERRORS = [
+    # The type checker of the tests comes first.
+    pytest.param(
+        lambda: rx.Stream(int_as_any()),
+        TypeError,
+        r"examples",
+        id="Stream-examples-int",
+    ),
+    pytest.param(
+        lambda: rx.Stream([1], sharded=True),
+        ValueError,
+        r"sharded=True needs a function.*num_shards",
+        id="Stream-sharded-without_function",
+    ),
+    pytest.param(
+        lambda: rx.Stream([1], prefetch=-1),
+        ValueError,
+        r"Stream: prefetch=-1",
+        id="Stream-prefetch-negative",
+    ),
+    pytest.param(
+        lambda: taken(epochs_of(rx.Stream(range(7))), 1),
+        ValueError,
+        r"epoch 0 does not fill one batch",
+        id="Stream-examples-too_few",
+    ),
+    pytest.param(
+        lambda: rx.Stream(iter([1])),
+        TypeError,
+        r"list_iterator, but must be .* read more than once",
+        id="Stream-examples-iterator",
+    ),
+    pytest.param(
+        lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)),
+        ValueError,
+        r"24 items of epoch 0, but the stream now gives only 20",
+        id="place-examples-shorter",
+    ),
+    pytest.param(
+        lambda: taken(epochs_of(rx.Stream(range(20))), 1, MOVED),
+        ValueError,
+        r"in 2 shards, .*in 1",
+        id="place-shards-of_another_number",
+    ),
+    pytest.param(
+        lambda: rx.batches(
+            rx.Stream([1]),
+            ids,
+            batch_size=8,
+            mesh=rx.make_mesh(),
+            remainder="pad",  # pyright: ignore[reportArgumentType]
         ),
-        (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
-        (
-            lambda: taken(epochs_of(rx.Stream(range(7))), 1),
-            ValueError,
-            r"epoch 0 does not fill one batch",
-        ),
-        (
-            lambda: rx.Stream(iter([1])),
-            TypeError,
-            r"list_iterator, but must be .* read more than once",
-        ),
-        (
-            lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)),
-            ValueError,
-            shorter,
-        ),
-        (
-            lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved),
-            ValueError,
-            r"in 2 shards, .*in 1",
-        ),
-        (
-            lambda: rx.batches(rx.Stream([1]), ids, remainder="pad", **more),
-            ValueError,
-            r"'pad'.*list\(",
-        ),
-        (
-            lambda: epochs_of(rx.Data(range(7))),
-            ValueError,
-            r"there are only 7 examples",
-        ),
-    ]
-    for make, error, message in cases:
-        with pytest.raises(error, match=message):
-            make()
+        ValueError,
+        r"'pad'.*list\(",
+        id="batches-remainder-pad",
+    ),
+    pytest.param(
+        lambda: epochs_of(rx.Data(range(7))),
+        ValueError,
+        r"there are only 7 examples",
+        id="Data-examples-too_few",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), ERRORS)
+def test_errors(make: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make()
     assert no_threads_left()

@@ -160,46 +160,60 @@ def undifferentiable(model, batch, key):
 
 
 REFUSED = [
-    (
+    pytest.param(
         squared,
         rows(width=33),
         "could not be traced: TypeError.*float32.8, 33.*path rules decide",
+        id="of_another_width",
     ),
-    (
+    pytest.param(
         squared,
         {"x": rows()["x"]},
         "could not be traced: KeyError: 'y'.*path rules decide",
+        id="missing_entry",
     ),
-    (
+    pytest.param(
         python_branch,
         rows(),
         "traced: TracerBoolConversionError.*no Python branches.*path rules",
+        id="python_branch",
     ),
-    (
+    pytest.param(
         numpy_call,
         rows(),
         "traced: TracerArrayConversionError.*no NumPy functions.*path rules",
+        id="numpy_call",
     ),
-    (
+    pytest.param(
         undifferentiable,
         rows(),
         "could not be traced: ValueError: Reverse-mode.*path rules",
+        id="undifferentiable",
     ),
-    (squared, {"x": 1.0}, "batch has no arrays with a leading dim"),
-    (squared, {**rows(), "y": rows(4)["y"]}, "differ in their leading dim"),
-    (squared, None, "loss_fn is given, but not batch"),
-    (None, rows(), "batch is given, but not loss_fn"),
+    pytest.param(
+        squared,
+        {"x": 1.0},
+        "batch has no arrays with a leading dim",
+        id="batch_of_numbers",
+    ),
+    pytest.param(
+        squared,
+        {**rows(), "y": rows(4)["y"]},
+        "differ in their leading dim",
+        id="unequal_rows",
+    ),
+    pytest.param(squared, None, "loss_fn is given, but not batch", id="without_batch"),
+    pytest.param(None, rows(), "batch is given, but not loss_fn", id="without_loss_fn"),
 ]
 
 
-def test_what_cannot_be_read_is_refused_and_the_path_rules_are_offered():
-    for function in (rx.shard_rules, rx.explain):
-        call = functools.partial(function, mlp(), MESH)
-        helpers.assert_refused(
-            lambda f, x, call=call: call(loss_fn=f, batch=x),
-            REFUSED,
-            "(?s)shard_rules: .*",
-        )
+@pytest.mark.parametrize("function", ["shard_rules", "explain"])
+@pytest.mark.parametrize(("loss_fn", "batch", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused_and_the_path_rules_are_offered(
+    loss_fn, batch, message, function
+):
+    with pytest.raises(ValueError, match=f"(?s)shard_rules: .*{message}"):
+        getattr(rx, function)(mlp(), MESH, loss_fn=loss_fn, batch=batch)
 
 
 # What is added up along a dim has to be whole: alone it would not be split.

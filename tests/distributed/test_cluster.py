@@ -67,38 +67,98 @@ def test_arguments_come_before_the_environment(monkeypatch):
     assert (launch.place, launch.local_device_ids) == (("::1", 7), (4, 5))
 
 
-def test_what_does_not_fit_together_is_refused(monkeypatch):
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
-    cases: list[tuple[tuple[Any, ...], dict[str, str], type[Exception], str]] = [
-        (("a:1", 2, 2), {}, ValueError, r"process_id=2, .*num_processes=2 .*0\.\.1"),
-        (("a:1", 2, -1), {}, ValueError, "process_id=-1"),
-        (("a:1", 1, 1), {}, ValueError, r"process_id=1, .*0\.\.0"),
-        (("a:1", 0, 0), {}, ValueError, "num_processes=0"),
-        (("a", 2, 0), {}, ValueError, "coordinator_address='a'.*host:port"),
-        (("a:", 2, 0), {}, ValueError, "host:port"),
-        (("a:99999", 2, 0), {}, ValueError, "host:port"),
-        (("a:1", 2, None), {}, ValueError, "lacks process_id.*JAX_PROCESS_ID"),
-        (("a:1", None, None), {}, ValueError, "JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
-        ((None, 2, 0), {}, ValueError, "JAX_COORDINATOR_ADDRESS"),
-        (
-            ("a:1", 2, None),
-            {"JAX_PROCESS_ID": "x"},
-            ValueError,
-            r"JAX_PROCESS_ID\) is 'x'",
-        ),
-        (
-            ("a:1", 2, 0),
-            {"JAX_LOCAL_DEVICE_IDS": "0;1"},
-            ValueError,
-            r"JAX_LOCAL_DEVICE_IDS\) is '0;1'",
-        ),
-        ((None, None, None), slurm, RuntimeError, "2 nodes and 2 tasks.*srun python"),
-    ]
-    for arguments, environment, error, message in cases:
-        with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            raised(error, find, *arguments, match=message)
+OF_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+# The address, the number of processes and the process; more of the environment.
+REFUSED = [
+    pytest.param(
+        ("a:1", 2, 2),
+        {},
+        ValueError,
+        r"process_id=2, .*num_processes=2 .*0\.\.1",
+        id="process_id-too_large",
+    ),
+    pytest.param(
+        ("a:1", 2, -1), {}, ValueError, "process_id=-1", id="process_id-negative"
+    ),
+    pytest.param(
+        ("a:1", 1, 1),
+        {},
+        ValueError,
+        r"process_id=1, .*0\.\.0",
+        id="process_id-too_large_for_one",
+    ),
+    pytest.param(
+        ("a:1", 0, 0), {}, ValueError, "num_processes=0", id="num_processes-zero"
+    ),
+    pytest.param(
+        ("a", 2, 0),
+        {},
+        ValueError,
+        "coordinator_address='a'.*host:port",
+        id="coordinator_address-without_port",
+    ),
+    pytest.param(
+        ("a:", 2, 0), {}, ValueError, "host:port", id="coordinator_address-empty_port"
+    ),
+    pytest.param(
+        ("a:99999", 2, 0),
+        {},
+        ValueError,
+        "host:port",
+        id="coordinator_address-port_too_large",
+    ),
+    pytest.param(
+        ("a:1", 2, None),
+        {},
+        ValueError,
+        "lacks process_id.*JAX_PROCESS_ID",
+        id="process_id-missing",
+    ),
+    pytest.param(
+        ("a:1", None, None),
+        {},
+        ValueError,
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID",
+        id="num_processes_and_process_id-missing",
+    ),
+    pytest.param(
+        (None, 2, 0),
+        {},
+        ValueError,
+        "JAX_COORDINATOR_ADDRESS",
+        id="coordinator_address-missing",
+    ),
+    pytest.param(
+        ("a:1", 2, None),
+        {"JAX_PROCESS_ID": "x"},
+        ValueError,
+        r"JAX_PROCESS_ID\) is 'x'",
+        id="process_id-text_in_the_environment",
+    ),
+    pytest.param(
+        ("a:1", 2, 0),
+        {"JAX_LOCAL_DEVICE_IDS": "0;1"},
+        ValueError,
+        r"JAX_LOCAL_DEVICE_IDS\) is '0;1'",
+        id="local_device_ids-text_in_the_environment",
+    ),
+    pytest.param(
+        (None, None, None),
+        OF_SLURM,
+        RuntimeError,
+        "2 nodes and 2 tasks.*srun python",
+        id="slurm-without_srun",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment", "error", "message"), REFUSED)
+def test_what_does_not_fit_together_is_refused(
+    arguments, environment, error, message, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    raised(error, find, *arguments, match=message)
 
 
 def slurm(monkeypatch, *, process, local, num_nodes, nodes="n[0-1]", tasks=2):

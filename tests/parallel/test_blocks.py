@@ -8,7 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import assert_refused, mesh_of
+import pytest
+from helpers import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
@@ -150,42 +151,57 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_bad_input_is_refused_by_name():
-    x, mesh, layer = (
-        stream(),
-        mesh_of("tensor8"),
-        eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0)),
-    )
-    placed = jax.device_put(x[:, :12], rx.batch_sharding(mesh))
-    there = jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
-    stack = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
-    blocks: Any = rx.layers
-    cases: list[tuple[Any, str]] = [
-        # By `scan_layers`, whose annotation is checked before it here.
-        (lambda: check_remat("half"), r"remat='half'.*'none', 'full', 'row_out'"),
-        (
-            lambda: blocks.scan_layers(max, stack, x),
-            "layers.b has 3 layers, but layers.w has 2",
+@functools.cache
+def on_eight() -> Any:
+    """A stream whose length `tensor` does not divide, and a layer, both placed."""
+    mesh, layer = mesh_of("tensor8"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
+    placed = jax.device_put(stream()[:, :12], rx.batch_sharding(mesh))
+    return placed, jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
+
+
+BLOCKS: Any = rx.layers
+REFUSED: dict[str, tuple[Any, str]] = {
+    # By `scan_layers`, whose annotation is checked before it here.
+    "scan_layers-remat-half": (
+        lambda: check_remat("half"),
+        r"remat='half'.*'none', 'full', 'row_out'",
+    ),
+    "scan_layers-layers-of_unequal_number": (
+        lambda: BLOCKS.scan_layers(
+            max, {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}, stream()
         ),
-        (lambda: blocks.scan_layers(max, [], x), "layers has no layers"),
-        (
-            lambda: blocks.scan_layers(max, [there], placed, **SPLIT),
-            r"dim 1.*tensor=8.*\(8, 12, 64\)",
+        "layers.b has 3 layers, but layers.w has 2",
+    ),
+    "scan_layers-layers-empty": (
+        lambda: BLOCKS.scan_layers(max, [], stream()),
+        "layers has no layers",
+    ),
+    "scan_layers-x-indivisible": (
+        lambda: BLOCKS.scan_layers(max, [on_eight()[1]], on_eight()[0], **SPLIT),
+        r"dim 1.*tensor=8.*\(8, 12, 64\)",
+    ),
+    "column-x-indivisible": (
+        lambda: BLOCKS.column(*on_eight(), **SPLIT),
+        r"column: sequence_parallel.*\(8, 12, 64\)",
+    ),
+    "row-x-indivisible": (
+        lambda: BLOCKS.row(*on_eight(), **SPLIT),
+        r"row: sequence_parallel.*\(8, 12, 64\)",
+    ),
+    "row-x-fewer_than_layers": (
+        lambda: BLOCKS.row([stream()], [on_eight()[1]] * 2),
+        "row: 1 inputs for 2 layers",
+    ),
+    "cross_entropy-num_chunks-indivisible": (
+        lambda: BLOCKS.cross_entropy(
+            stream(), stream()[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3
         ),
-        (
-            lambda: blocks.column(placed, there, **SPLIT),
-            r"column: sequence_parallel.*\(8, 12, 64\)",
-        ),
-        (
-            lambda: blocks.row(placed, there, **SPLIT),
-            r"row: sequence_parallel.*\(8, 12, 64\)",
-        ),
-        (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
-        (
-            lambda: blocks.cross_entropy(
-                x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3
-            ),
-            "num_chunks=3 does not divide the length, 16",
-        ),
-    ]
-    assert_refused(lambda call: call(), cases)
+        "num_chunks=3 does not divide the length, 16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_bad_input_is_refused_by_name(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import scalar_loss as squares
-from helpers import assert_refused
 
 import redco_eqx as rx
 from redco_eqx._dataflow import engine
@@ -225,43 +224,83 @@ def test_numpy_constants_are_not_trained() -> None:
     assert found.memory.optimizer_state < found.memory.parameters < 5 * 64 * 64
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"target": "h900:8"}, r"'h900:8' is not known.*v5e.*h100"),
-    ({"target": "v5e"}, r'is not known.*"v5e:4x4"'),
-    ({"bytes_per_device": None}, r"kind 'cpu' is not known.*bytes_per_device"),
-    ({"bytes_per_device": 0}, "bytes_per_device=0.*positive"),
-    ({"target": []}, "no devices"),
-    ({"target": 8}, "target=8 has no devices"),
-    ({"mesh": {"data": 4}}, r"\{'data': 4\} must use exactly the target's 8"),
-    ({"mesh": {"model": 2}}, r"axes \['model'\]"),
-    ({"mesh": {"data": 8}, "num_microbatches": 3}, "batch of 16 evenly into 3"),
-    ({"num_microbatches": 0}, "num_microbatches=0"),
-    ({"max_compilations": 0}, "max_compilations=0"),
-    ({"batch": {}}, "no arrays with a leading dim"),
-    (
+WRONG = [
+    pytest.param(
+        {"target": "h900:8"}, r"'h900:8' is not known.*v5e.*h100", id="target-unknown"
+    ),
+    pytest.param(
+        {"target": "v5e"}, r'is not known.*"v5e:4x4"', id="target-without_shape"
+    ),
+    pytest.param(
+        {"bytes_per_device": None},
+        r"kind 'cpu' is not known.*bytes_per_device",
+        id="bytes_per_device-none",
+    ),
+    pytest.param(
+        {"bytes_per_device": 0},
+        "bytes_per_device=0.*positive",
+        id="bytes_per_device-zero",
+    ),
+    pytest.param({"target": []}, "no devices", id="target-empty"),
+    pytest.param({"target": 8}, "target=8 has no devices", id="target-int"),
+    pytest.param(
+        {"mesh": {"data": 4}},
+        r"\{'data': 4\} must use exactly the target's 8",
+        id="mesh-too_small",
+    ),
+    pytest.param({"mesh": {"model": 2}}, r"axes \['model'\]", id="mesh-unknown_axis"),
+    pytest.param(
+        {"mesh": {"data": 8}, "num_microbatches": 3},
+        "batch of 16 evenly into 3",
+        id="num_microbatches-indivisible",
+    ),
+    pytest.param(
+        {"num_microbatches": 0}, "num_microbatches=0", id="num_microbatches-zero"
+    ),
+    pytest.param(
+        {"max_compilations": 0}, "max_compilations=0", id="max_compilations-zero"
+    ),
+    pytest.param({"batch": {}}, "no arrays with a leading dim", id="batch-empty"),
+    pytest.param(
         {"batch": {**BATCH, "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}},
         r"leading dim.*16.*8",
+        id="batch-unequal_rows",
     ),
-    (
+    pytest.param(
         {"batch": {**BATCH, "x": jax.ShapeDtypeStruct((16, 5), jnp.float32)}},
         "could not be traced",
+        id="batch-of_another_width",
     ),
-    ({"model": jnp.ones(3), "options": {"width": [1]}}, "options need a function"),
-    ({"options": {"width": []}}, r"options\['width'\] is empty"),
+    pytest.param(
+        {"model": jnp.ones(3), "options": {"width": [1]}},
+        "options need a function",
+        id="options-without_function",
+    ),
+    pytest.param(
+        {"options": {"width": []}}, r"options\['width'\] is empty", id="options-empty"
+    ),
 ]
 
 
-def test_what_cannot_be_planned_is_refused_before_anything_is_compiled() -> None:
-    assert_refused(lambda arguments: plan(**arguments), WRONG)
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [("v5e:2x2", r"jax\[tpu\]"), ("h100:8", r"jax\[cuda12\]")],
+    ids=["tpu", "gpu"],
+)
 def test_a_compiler_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for target, line in (("v5e:2x2", r"jax\[tpu\]"), ("h100:8", r"jax\[cuda12\]")):
-        with pytest.raises(ImportError, match=line):
-            plan(target=target)
+    with pytest.raises(ImportError, match=line):
+        plan(target=target)
 
 
 def test_a_named_target_has_the_memory_and_the_speeds_of_its_chip(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import assert_refused
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -13,27 +12,27 @@ from redco_eqx import batch_sharding, make_mesh
 from redco_eqx._sharding import mesh as meshes
 from redco_eqx._sharding.mesh import AXES, check_mesh
 
-SIZES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
-    ({}, (8, 1, 1)),
-    ({"fsdp": 8}, (1, 8, 1)),
-    ({"tensor": 4}, (2, 1, 4)),
-    ({"tensor": 2, "fsdp": 2, "data": 2}, (2, 2, 2)),
-    ({"data": 1}, (1, 1, 1)),
-    ({"tensor": 3, "data": 2}, (2, 1, 3)),
+SIZES = [
+    pytest.param({}, (8, 1, 1), id="none"),
+    pytest.param({"fsdp": 8}, (1, 8, 1), id="fsdp"),
+    pytest.param({"tensor": 4}, (2, 1, 4), id="tensor"),
+    pytest.param({"tensor": 2, "fsdp": 2, "data": 2}, (2, 2, 2), id="all"),
+    pytest.param({"data": 1}, (1, 1, 1), id="data"),
+    pytest.param({"tensor": 3, "data": 2}, (2, 1, 3), id="less_than_all_devices"),
 ]
 
 
-def test_sizes():
-    for sizes, shape in SIZES:
-        mesh = make_mesh(**sizes)
-        assert mesh.devices.shape == shape, sizes
-        assert mesh.axis_names == AXES
-        assert set(mesh.axis_types) == {AxisType.Auto}
-        # The first devices, each once.
-        assert {d.id for d in mesh.devices.flat} == {
-            d.id for d in jax.devices()[: math.prod(shape)]
-        }, sizes
-        check_mesh(mesh)
+@pytest.mark.parametrize(("sizes", "shape"), SIZES)
+def test_sizes(sizes: dict[str, Any], shape: tuple[int, ...]):
+    mesh = make_mesh(**sizes)
+    assert mesh.devices.shape == shape
+    assert mesh.axis_names == AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    # The first devices, each once.
+    assert {d.id for d in mesh.devices.flat} == {
+        d.id for d in jax.devices()[: math.prod(shape)]
+    }
+    check_mesh(mesh)
 
 
 def test_given_devices_are_used_in_their_order():
@@ -46,22 +45,35 @@ def test_given_devices_are_used_in_their_order():
     assert meshes.one_device_mesh(devices[0]) == one
 
 
-UNFIT: list[tuple[dict[str, Any], str]] = [
-    ({"tensor": 0}, "tensor=0"),
-    ({"data": -2}, "data=-2"),
-    ({"tensor": 16}, "tensor=16 needs a multiple of 16 devices, but there are 8"),
-    (
+UNFIT = [
+    pytest.param({"tensor": 0}, "tensor=0", id="zero"),
+    pytest.param({"data": -2}, "data=-2", id="negative"),
+    pytest.param(
+        {"tensor": 16},
+        "tensor=16 needs a multiple of 16 devices, but there are 8",
+        id="too_large",
+    ),
+    pytest.param(
         {"data": 4, "tensor": 4},
         "data=4, fsdp=1, tensor=4 needs 16 devices, but there are 8",
+        id="two_too_large",
     ),
-    ({"tensor": 3}, "tensor=3 needs a multiple of 3 devices, but there are 8"),
-    ({"devices": []}, "there are none"),
-    ({"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices"),
+    pytest.param(
+        {"tensor": 3},
+        "tensor=3 needs a multiple of 3 devices, but there are 8",
+        id="indivisible",
+    ),
+    pytest.param({"devices": []}, "there are none", id="no_devices"),
+    pytest.param(
+        {"tensor": 9}, r"jax\.config\.update.*jax_num_cpu_devices", id="how_to_get_more"
+    ),
 ]
 
 
-def test_sizes_that_do_not_fit_and_what_is_no_name_of_an_axis_are_refused():
-    assert_refused(lambda arguments: make_mesh(**arguments), UNFIT)
+@pytest.mark.parametrize(("arguments", "message"), UNFIT)
+def test_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**arguments)
 
 
 # Which meshes are taken.
@@ -71,48 +83,63 @@ def own_mesh(shape, axes, kind=AxisType.Auto):
     return jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
 
 
-def test_meshes_that_are_refused_are_so_with_the_fix():
-    explicit = jax.make_mesh(
+def explicit_mesh():
+    return jax.make_mesh(
         (2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit)
     )
+
+
+def test_the_fix_of_explicit_axes_is_taken():
+    explicit = explicit_mesh()
     check_mesh(Mesh(explicit.devices, explicit.axis_names))
-    of_explicit = "mesh axes ('tensor',) are not of AxisType.Auto"
-    of_foreign = f"at least one of {AXES} is needed"
-    for mesh, *words in (
-        (explicit, of_explicit, "Mesh(mesh.devices, mesh.axis_names)"),
-        (
-            explicit.abstract_mesh,
-            of_explicit,
-            "axis_types=(AxisType.Auto,) * number_of_axes",
-        ),
-        (own_mesh((8,), ("x",)), of_foreign, "('x',)", "Mesh(mesh.devices, "),
-        (
-            own_mesh((8, 1), ("dp", "tp")),
-            of_foreign,
-            "('dp', 'tp')",
-            'Mesh(mesh.devices, ("data", "tensor"))',
-        ),
-    ):
-        for refuses in (check_mesh, batch_sharding):
-            with pytest.raises(ValueError, match="mesh") as error:
-                refuses(mesh)
-            assert [word for word in words if word not in str(error.value)] == [], mesh
 
 
-def test_some_of_the_axes_are_enough():
-    for axes, spec, shards in (
+OF_EXPLICIT = "mesh axes ('tensor',) are not of AxisType.Auto"
+OF_FOREIGN = f"at least one of {AXES} is needed"
+# Makes a mesh; words of its refusal.
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "explicit": (explicit_mesh, (OF_EXPLICIT, "Mesh(mesh.devices, mesh.axis_names)")),
+    "abstract_and_explicit": (
+        lambda: explicit_mesh().abstract_mesh,
+        (OF_EXPLICIT, "axis_types=(AxisType.Auto,) * number_of_axes"),
+    ),
+    "one_other_name": (
+        lambda: own_mesh((8,), ("x",)),
+        (OF_FOREIGN, "('x',)", "Mesh(mesh.devices, "),
+    ),
+    "two_other_names": (
+        lambda: own_mesh((8, 1), ("dp", "tp")),
+        (OF_FOREIGN, "('dp', 'tp')", 'Mesh(mesh.devices, ("data", "tensor"))'),
+    ),
+}
+
+
+@pytest.mark.parametrize("refuses", [check_mesh, batch_sharding])
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=list(REFUSED))
+def test_meshes_that_are_refused_are_so_with_the_fix(make, words, refuses):
+    with pytest.raises(ValueError, match="mesh") as error:
+        refuses(make())
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "shards"),
+    [
         (("data",), P(("data",)), 4),
         (("tensor",), P(None), 1),
         (("fsdp", "other"), P(("fsdp",)), 4),
         (("tensor", "data"), P(("data",)), 2),
         (("data", "fsdp"), P(("data", "fsdp")), 8),
-    ):
-        mesh = AbstractMesh(
-            (4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes)
-        )
-        check_mesh(mesh)
-        assert meshes.num_batch_shards(mesh) == shards, axes
-        assert batch_sharding(mesh).spec == spec, axes
+    ],
+    ids=["data", "tensor", "fsdp_and_other", "tensor_and_data", "data_and_fsdp"],
+)
+def test_some_of_the_axes_are_enough(axes, spec, shards):
+    mesh = AbstractMesh(
+        (4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes)
+    )
+    check_mesh(mesh)
+    assert meshes.num_batch_shards(mesh) == shards
+    assert batch_sharding(mesh).spec == spec
 
 
 # Sizes of axes.

@@ -12,7 +12,6 @@ import optax
 import pytest
 from helpers import (
     KEY,
-    assert_refused,
     compiled_step,
     cross_entropy,
     mlp_batch,
@@ -98,27 +97,60 @@ def test_metrics_come_in_float32():
 
 ONE = jnp.ones(())
 # What a loss returns from (model, batch, key), and the message.
-BAD_LOSSES: list[tuple[Any, str]] = [
-    (lambda m, b, k: b @ m["w"], r"the loss must be a scalar .* shape \(4,\)"),
-    (lambda m, b, k: rx.Mean(b @ m["w"], ONE), r"its total has shape \(4,\)"),
-    (lambda m, b, k: rx.Mean(ONE, jnp.ones(4)), r"its weight has shape \(4,\)"),
-    (lambda m, b, k: (ONE, {"hits": b}), r"the metric 'hits' .* shape \(4, 2\)"),
-    (lambda m, b, k: (ONE, {"z": ONE + 1j}), r"the metric 'z' must be a real number"),
-    (lambda m, b, k: (), "a tuple of 0"),
-    (lambda m, b, k: (ONE, [ONE]), "a dict of names, not list"),
+BAD_LOSSES = [
+    pytest.param(
+        lambda m, b, k: b @ m["w"],
+        r"the loss must be a scalar .* shape \(4,\)",
+        id="rows",
+    ),
+    pytest.param(
+        lambda m, b, k: rx.Mean(b @ m["w"], ONE),
+        r"its total has shape \(4,\)",
+        id="total_of_rows",
+    ),
+    pytest.param(
+        lambda m, b, k: rx.Mean(ONE, jnp.ones(4)),
+        r"its weight has shape \(4,\)",
+        id="weight_of_rows",
+    ),
+    pytest.param(
+        lambda m, b, k: (ONE, {"hits": b}),
+        r"the metric 'hits' .* shape \(4, 2\)",
+        id="metric_of_rows",
+    ),
+    pytest.param(
+        lambda m, b, k: (ONE, {"z": ONE + 1j}),
+        r"the metric 'z' must be a real number",
+        id="complex_metric",
+    ),
+    pytest.param(lambda m, b, k: (), "a tuple of 0", id="empty_tuple"),
+    pytest.param(
+        lambda m, b, k: (ONE, [ONE]),
+        "a dict of names, not list",
+        id="metrics_in_a_list",
+    ),
     *(
-        (lambda m, b, k, x=x: (ONE, {x: ONE}), f"'{x}' is reserved")
+        pytest.param(
+            lambda m, b, k, x=x: (ONE, {x: ONE}),
+            f"'{x}' is reserved",
+            id=f"metric_named_{x}",
+        )
         for x in RESERVED_METRICS
     ),
 ]
 
 
-def test_a_bad_loss_is_refused():
-    of = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY), np.ones((4, 2), np.float32)
-    for step in (partial(rx.train_step, optimizer=SGD), rx.eval_step):
-        assert_refused(
-            lambda f, step=step: jax.eval_shape(partial(step, loss_fn=f), *of),
-            BAD_LOSSES,
+@pytest.mark.parametrize(
+    "step",
+    [partial(rx.train_step, optimizer=SGD), rx.eval_step],
+    ids=["train_step", "eval_step"],
+)
+@pytest.mark.parametrize(("loss_fn", "message"), BAD_LOSSES)
+def test_a_bad_loss_is_refused(loss_fn, message, step):
+    state = rx.init_state({"w": jnp.ones(2)}, SGD, key=KEY)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            partial(step, loss_fn=loss_fn), state, np.ones((4, 2), np.float32)
         )
 
 
@@ -280,35 +312,59 @@ def test_microbatches_cost_no_more_arithmetic():
     assert flops(4) * 4 == pytest.approx(flops(1), rel=0.08)
 
 
-def test_a_number_of_microbatches_that_does_not_divide_is_refused():
+# The number of microbatches, whether the layout is given, more of the batch, and the
+# message.
+INDIVISIBLE = [
+    *(
+        pytest.param(
+            number, False, {}, f"num_microbatches={number}", id=f"into {number}"
+        )
+        for number in (0, -1, 3, 16)
+    ),
+    pytest.param(
+        2,
+        True,
+        {},
+        "weight has 8 rows, which do not divide into 2 microbatches on 8",
+        id="on 8 devices",
+    ),
+    pytest.param(
+        2,
+        False,
+        {"shared": np.ones(4, np.float32)},
+        "arrays differ: shared has 4, weight has 8, x has 8",
+        id="fewer rows",
+    ),
+    pytest.param(
+        2,
+        False,
+        {"shared": np.float32(1)},
+        "arrays differ: shared has none, weight has 8, x has 8",
+        id="an array without rows",
+    ),
+    pytest.param(
+        2,
+        False,
+        dict.fromkeys(("x", "weight"), np.float32(1)),
+        "weight has no rows, which do not divide into 2",
+        id="no rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("number", "is_laid_out", "more", "message"), INDIVISIBLE)
+def test_a_number_of_microbatches_that_does_not_divide_is_refused(
+    number, is_laid_out, more, message
+):
     model, shardings = helpers.place({"w": jnp.ones(3)}, rx.make_mesh())
     state = rx.init_state(model, SGD, key=KEY)
     batch = {"x": np.ones((8, 3), np.float32), "weight": np.ones(8, np.float32)}
-    step = partial(rx.train_step, state, loss_fn=linear_loss, optimizer=SGD)
-    shared: Any = ({"shared": np.ones(4, np.float32)}, {"shared": np.float32(1)})
-    cases = (
-        *(
-            (number, None, {}, f"num_microbatches={number}")
-            for number in (0, -1, 3, 16)
-        ),
-        (
-            2,
-            shardings,
-            {},
-            "weight has 8 rows, which do not divide into 2 microbatches on 8",
-        ),
-        (2, None, shared[0], "arrays differ: shared has 4, weight has 8, x has 8"),
-        (2, None, shared[1], "arrays differ: shared has none, weight has 8, x has 8"),
-        (
-            2,
-            None,
-            dict.fromkeys(batch, np.float32(1)),
-            "weight has no rows, which do not divide into 2",
-        ),
-    )
-    assert_refused(
-        lambda n, layout, more: step(
-            {**batch, **more}, num_microbatches=n, shardings=layout
-        ),
-        cases,
-    )
+    with pytest.raises(ValueError, match=message):
+        rx.train_step(
+            state,
+            {**batch, **more},
+            loss_fn=linear_loss,
+            optimizer=SGD,
+            num_microbatches=number,
+            shardings=shardings if is_laid_out else None,
+        )

@@ -4,6 +4,7 @@ The optimizers of optax that train through `fit` come last; tests/gradients has 
 programs.
 """
 
+import functools
 import inspect
 from functools import partial
 from typing import Any
@@ -167,39 +168,52 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
             helpers.assert_same_layout(state, before)
 
 
-def test_shardings_of_another_model_are_refused():
+def narrow_mlp(*sizes: int) -> Any:
+    """Shapes alone."""
+    return eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY)
+
+
+# Makes a model whose layout is not that of the state, and the message.
+OF_ANOTHER_MODEL: dict[str, tuple[Any, str]] = {
+    "other_paths": (
+        lambda: {"mlp": narrow_mlp(31, 1)},
+        r"shardings has no NamedSharding for layers\.0\.weight",
+    ),
+    "deeper": (
+        lambda: narrow_mlp(31, 2),
+        r"shardings has layers\.2\.weight, layers\.2\.bias, "
+        r"but the state has no such array",
+    ),
+    "wider": (
+        lambda: narrow_mlp(128, 1),
+        r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 "
+        r"does not divide into 2 parts",
+    ),
+}
+STEPS: dict[str, Any] = {
+    "train_step": partial(
+        rx.train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error
+    ),
+    "eval_step": partial(rx.eval_step, loss_fn=squared_error),
+    "predict_step": partial(
+        rx.predict_step, predict_fn=lambda model, batch, key: batch
+    ),
+}
+
+
+@functools.cache
+def narrow_state() -> Any:
     model = eqx.nn.MLP(64, 64, 31, 1, key=KEY)
-    mesh = helpers.mesh_of("2x2x2")
-    shapes = (
-        eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, *sizes, key=KEY)
-        for sizes in ((31, 2), (128, 1))
-    )
-    deeper, wider = (rx.shard_rules(shape, mesh) for shape in shapes)
-    state = rx.init_state(model, optax.sgd(1.0), key=KEY)
-    cases = (
-        (
-            rx.shard_rules({"mlp": model}, mesh),
-            r"shardings has no NamedSharding for layers\.0\.weight",
-        ),
-        (
-            deeper,
-            r"shardings has layers\.2\.weight, layers\.2\.bias, "
-            r"but the state has no such array",
-        ),
-        (
-            wider,
-            r"layers\.0\.weight, float32\[31,64\]: dim 0 of size 31 "
-            r"does not divide into 2 parts",
-        ),
-    )
-    for step in (
-        partial(rx.train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error),
-        partial(rx.eval_step, loss_fn=squared_error),
-        partial(rx.predict_step, predict_fn=lambda model, batch, key: batch),
-    ):
-        helpers.assert_refused(
-            lambda layout, step=step: step(state, mlp_batch(0), shardings=layout), cases
-        )
+    return rx.init_state(model, optax.sgd(1.0), key=KEY)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", OF_ANOTHER_MODEL)
+def test_shardings_of_another_model_are_refused(name, step):
+    make, message = OF_ANOTHER_MODEL[name]
+    shardings = rx.shard_rules(make(), helpers.mesh_of("2x2x2"))
+    with pytest.raises(ValueError, match=message):
+        STEPS[step](narrow_state(), mlp_batch(0), shardings=shardings)
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():

@@ -13,7 +13,6 @@ from fit_helpers import Normed, assert_identical, counting_step, paired, raised
 from helpers import (
     KEY,
     assert_close,
-    assert_refused,
     assert_same_layout,
     by_path,
     place,
@@ -300,42 +299,57 @@ def test_one_array_in_two_leaves_is_refused_by_both_names():
     np.testing.assert_array_equal(table, 1)
 
 
-def test_a_model_that_cannot_be_trained_is_refused_by_path(mesh):
-    def on_two(first: Any, second: Any) -> dict[str, Any]:
-        return {
-            "a": jax.device_put(jnp.ones(8), first),
-            "b": jax.device_put(jnp.ones(8), second),
-        }
+def on_two(first: Any, second: Any) -> dict[str, Any]:
+    return {
+        "a": jax.device_put(jnp.ones(8), first),
+        "b": jax.device_put(jnp.ones(8), second),
+    }
 
-    data8, (first, second, *_) = replicated(make_mesh()), jax.devices()
-    deleted = on_two(first, first)
-    deleted["b"].delete()
-    cases = [
-        (
-            on_two(replicated(mesh), data8),
-            r"a lies on a mesh of 8.*, but b on a mesh of 8.*eqx\.filter_shard",
-        ),
-        (
-            on_two(replicated(mesh), first),
-            r"a lies on a mesh of 8 devices.*, but b on \S+0",
-        ),
-        (on_two(first, second), r"a lies on \S+0, but b on \S+1"),
-        (deleted, "init_state: b has been deleted"),
-        ({"a": jnp.ones(1), "b": np.array(["x"])}, r"b is <U1\[1\].*static field"),
-        (
-            {"a": jnp.ones(1), "b": np.array([2**40])},
-            r"b has 1099511627776, but JAX stores it as int32",
-        ),
-        (
-            {"table": np.ones(3), "count": jnp.arange(2)},
-            "none of the 2 arrays of the model is trainable",
-        ),
-        (
-            {"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)},
-            r"two leaves have the path 'a\.b'",
-        ),
-    ]
-    assert_refused(lambda model: init_state(model, ADAM, key=KEY), cases)
+
+def with_a_deleted_array() -> dict[str, Any]:
+    model = on_two(jax.devices()[0], jax.devices()[0])
+    model["b"].delete()
+    return model
+
+
+# Makes a model, of a mesh; and the message.
+UNTRAINABLE: dict[str, tuple[Any, str]] = {
+    "on_two_meshes": (
+        lambda mesh: on_two(replicated(mesh), replicated(make_mesh())),
+        r"a lies on a mesh of 8.*, but b on a mesh of 8.*eqx\.filter_shard",
+    ),
+    "on_a_mesh_and_a_device": (
+        lambda mesh: on_two(replicated(mesh), jax.devices()[0]),
+        r"a lies on a mesh of 8 devices.*, but b on \S+0",
+    ),
+    "on_two_devices": (
+        lambda mesh: on_two(*jax.devices()[:2]),
+        r"a lies on \S+0, but b on \S+1",
+    ),
+    "deleted": (lambda mesh: with_a_deleted_array(), "init_state: b has been deleted"),
+    "text": (
+        lambda mesh: {"a": jnp.ones(1), "b": np.array(["x"])},
+        r"b is <U1\[1\].*static field",
+    ),
+    "too_large_for_32_bits": (
+        lambda mesh: {"a": jnp.ones(1), "b": np.array([2**40])},
+        r"b has 1099511627776, but JAX stores it as int32",
+    ),
+    "nothing_trainable": (
+        lambda mesh: {"table": np.ones(3), "count": jnp.arange(2)},
+        "none of the 2 arrays of the model is trainable",
+    ),
+    "one_path_twice": (
+        lambda mesh: {"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)},
+        r"two leaves have the path 'a\.b'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_a_model_that_cannot_be_trained_is_refused_by_path(name, mesh):
+    make, message = UNTRAINABLE[name]
+    raised(ValueError, init_state, make(mesh), ADAM, key=KEY, match=message)
 
 
 def test_the_state_takes_the_arrays_of_the_model_and_not_the_key():
@@ -361,13 +375,20 @@ def test_keys():
     state = init_state({"a": jnp.ones(1)}, key=jax.random.PRNGKey(7))
     assert state.key.dtype == KEY.dtype
     assert_identical(state.key, jax.random.key(7))
-    for key in (
-        jnp.ones(2),
-        np.zeros(2, np.uint32),
-        jax.random.split(KEY),
-        np.zeros((2, 2), np.uint32),
-    ):
-        raised(Exception, init_state, {"a": jnp.ones(1)}, key=key, match="key")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jnp.ones(2),
+        lambda: np.zeros(2, np.uint32),
+        lambda: jax.random.split(KEY),
+        lambda: np.zeros((2, 2), np.uint32),
+    ],
+    ids=["floats", "numpy", "two_keys", "two_keys_in_numpy"],
+)
+def test_what_is_not_one_key_is_refused(make):
+    raised(Exception, init_state, {"a": jnp.ones(1)}, key=make(), match="key")
 
 
 # Sharded initialization; more in tests/sharded_init.

@@ -493,189 +493,330 @@ UNFIT = (
 )
 
 # (call, what its message says): a `ValueError`
-REFUSED: list[tuple[Any, str]] = [
+REFUSED = [
     # How long, how often
-    (lambda: run(num_steps=2), r"num_epochs=1, num_steps=2, but exactly one"),
-    (lambda: run(num_epochs=None), r"num_epochs=None, num_steps=None, but exactly one"),
-    (lambda: run(num_epochs=0), r"num_epochs=0, but it must be positive"),
-    (
+    pytest.param(
+        lambda: run(num_steps=2),
+        r"num_epochs=1, num_steps=2, but exactly one",
+        id="fit-num_epochs_and_num_steps",
+    ),
+    pytest.param(
+        lambda: run(num_epochs=None),
+        r"num_epochs=None, num_steps=None, but exactly one",
+        id="fit-neither_num_epochs_nor_num_steps",
+    ),
+    pytest.param(
+        lambda: run(num_epochs=0),
+        r"num_epochs=0, but it must be positive",
+        id="fit-num_epochs-zero",
+    ),
+    pytest.param(
         lambda: run(num_epochs=None, num_steps=0),
         r"num_steps=0, but it must be positive",
+        id="fit-num_steps-zero",
     ),
-    (lambda: run(log_every=0), r"log_every=0, but it must be positive"),
-    (
+    pytest.param(
+        lambda: run(log_every=0),
+        r"log_every=0, but it must be positive",
+        id="fit-log_every-zero",
+    ),
+    pytest.param(
         lambda: run(examples=rx.Stream(TWELVE)),
         r"num_epochs=1, but train_examples is a Stream.*num_steps=",
+        id="fit-num_epochs-of_a_stream",
     ),
-    (lambda: run(step_timeout_seconds=0.0), r"step_timeout_seconds=0"),
+    pytest.param(
+        lambda: run(step_timeout_seconds=0.0),
+        r"step_timeout_seconds=0",
+        id="fit-step_timeout_seconds-zero",
+    ),
     # Batch sizes
-    (
+    pytest.param(
         lambda: on_eight(12),
         r"fit: batch_size=12 must be a positive multiple of 8, "
         r"the number of data shards",
+        id="fit-batch_size-indivisible",
     ),
-    (
+    pytest.param(
         lambda: on_eight(num_microbatches=2),
         r"num_microbatches=2 times 8, the number of data shards",
+        id="fit-num_microbatches-too_many",
     ),
-    (lambda: run(num_microbatches=0), r"num_microbatches=0, but it must be"),
-    (
+    pytest.param(
+        lambda: run(num_microbatches=0),
+        r"num_microbatches=0, but it must be",
+        id="fit-num_microbatches-zero",
+    ),
+    pytest.param(
         lambda: on_eight(evaluation=OTHERS),
         r"batches: batch_size=12 must be a positive multiple of 8, the",
+        id="fit-evaluation-indivisible",
     ),
-    (lambda: evaluating(batch_size=0), r"Evaluation: batch_size=0, but"),
+    pytest.param(
+        lambda: evaluating(batch_size=0),
+        r"Evaluation: batch_size=0, but",
+        id="Evaluation-batch_size-zero",
+    ),
     # Examples
-    (lambda: run(examples=lambda epoch: []), r"examples is empty"),
-    (lambda: evaluating([]), r"(?s)is empty.*the evaluation"),
+    pytest.param(
+        lambda: run(examples=lambda epoch: []),
+        r"examples is empty",
+        id="fit-examples-empty",
+    ),
+    pytest.param(
+        lambda: evaluating([]),
+        r"(?s)is empty.*the evaluation",
+        id="Evaluation-examples-empty",
+    ),
     # Evaluation
-    (lambda: evaluating(every_steps=0), r"Evaluation: every_steps=0, but it"),
-    (
+    pytest.param(
+        lambda: evaluating(every_steps=0),
+        r"Evaluation: every_steps=0, but it",
+        id="Evaluation-every_steps-zero",
+    ),
+    pytest.param(
         lambda: evaluating(predict_fn=None, metric_fn=lambda x, y: {}),
         r"metric_fn needs predict_fn",
+        id="Evaluation-metric_fn-without_predict_fn",
     ),
-    (
+    pytest.param(
         lambda: evaluating(predict_fn=None, predictions_directory="no"),
         r"predictions_directory needs predict",
+        id="Evaluation-predictions_directory-without_predict_fn",
     ),
-    (
+    pytest.param(
         lambda: evaluating(predict_fn=None, output_fn=lambda x, y: 0),
         r"output_fn needs predict_fn",
+        id="Evaluation-output_fn-without_predict_fn",
     ),
-    (lambda: alone(rx.evaluate, [], 8), r"examples is empty"),
-    (lambda: alone(rx.predict, [], 8), r"examples is empty"),
-    (
+    pytest.param(
+        lambda: alone(rx.evaluate, [], 8),
+        r"examples is empty",
+        id="evaluate-examples-empty",
+    ),
+    pytest.param(
+        lambda: alone(rx.predict, [], 8),
+        r"examples is empty",
+        id="predict-examples-empty",
+    ),
+    pytest.param(
         lambda: alone(rx.evaluate, WIDE, 12),
         r"batch_size=12 must be a positive multiple of 8",
+        id="evaluate-batch_size-indivisible",
     ),
-    (
+    pytest.param(
         lambda: alone(rx.predict, WIDE, 12),
         r"batch_size=12 must be a positive multiple of 8",
+        id="predict-batch_size-indivisible",
     ),
-    (
+    pytest.param(
         lambda: alone(rx.evaluate, tiny.make_examples(16), 8),
         r"the loss must be a scalar.*\(3, 2\)",
+        id="evaluate-loss-no_scalar",
     ),
-    (
+    pytest.param(
         lambda: alone(rx.predict, tiny.make_examples(16), 8),
         r"output array has shape \(3, 2\), .* 8",
+        id="predict-predict_fn-without_rows",
     ),
     # Functions
-    (lambda: collating(y=np.zeros((3, 2))), r"leaf 'y' is float64\[3,2\], .*must be 4"),
-    (
+    pytest.param(
+        lambda: collating(y=np.zeros((3, 2))),
+        r"leaf 'y' is float64\[3,2\], .*must be 4",
+        id="fit-collate_fn-of_unequal_rows",
+    ),
+    pytest.param(
         lambda: run(loss_fn=lambda m, b, k: b["x"]),
         r"the loss must be a scalar.*\(4, 2\)\. Sum it",
+        id="fit-loss-no_scalar",
     ),
     # The state
-    (lambda: run(explicit_axes()), r"\('data',\) are not of AxisType\.Auto.*make_mesh"),
-    (lambda: run(nothing_trainable()), r"no trainable leaf.*`trainable`"),
-    (
+    pytest.param(
+        lambda: run(explicit_axes()),
+        r"\('data',\) are not of AxisType\.Auto.*make_mesh",
+        id="fit-state-explicit_axes",
+    ),
+    pytest.param(
+        lambda: run(nothing_trainable()),
+        r"no trainable leaf.*`trainable`",
+        id="fit-state-nothing_trainable",
+    ),
+    pytest.param(
         lambda: run(optimizer=ADAM),
         r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState",
+        id="fit-optimizer-without_its_state",
     ),
-    (
+    pytest.param(
         lambda: run(half_trained(), optimizer=ADAM),
         r"mu\.bias it keeps float32\[2\], .* holds nothing.*given",
+        id="fit-optimizer-of_half_the_state",
     ),
     *(
-        (functools.partial(run, linear_state(ADAM), optimizer=x), OTHER_STATE)
+        pytest.param(
+            functools.partial(run, linear_state(ADAM), optimizer=x),
+            OTHER_STATE,
+            id=f"fit-optimizer-unfit_{UNFIT.index(x)}",
+        )
         for x in UNFIT
     ),
     # A custom step
-    (
+    pytest.param(
         lambda: guarding(lambda state, batch: (state, {"error": 1.0})),
         r"a dict that has a 'loss'.*\['error'\]",
+        id="step-metrics-without_loss",
     ),
-    (
+    pytest.param(
         lambda: guarding(lambda state, batch: (state, None)),
         r"must return \(state, metrics\).*NoneType",
+        id="step-metrics-none",
     ),
-    (
+    pytest.param(
         lambda: guarding(lambda state, batch: (state, {"loss": BIAS})),
         r"the metric 'loss' must be a scalar",
+        id="step-loss-no_scalar",
     ),
-    (
+    pytest.param(
         lambda: guarding(lambda state, batch: (state.params, {"loss": 1.0})),
         r"but the state is a dict",
+        id="step-state-dict",
     ),
-    (
+    pytest.param(
         lambda: stepping(params={"bias": jnp.ones(3), "weight": WEIGHT}),
         r"params\.bias .* became float32\[3\]",
+        id="step-params-of_another_shape",
     ),
-    (
+    pytest.param(
         lambda: stepping(model_state={"mean": BIAS}),
         r"model_state\.mean was missing and became float32\[2\]",
+        id="step-model_state-new",
     ),
 ]
 
-OF_ANOTHER_TYPE: list[tuple[Any, str]] = [
-    (lambda: run(examples=generator()), r"examples is a generator.*list.*rx.Stream"),
-    (
+OF_ANOTHER_TYPE = [
+    pytest.param(
+        lambda: run(examples=generator()),
+        r"examples is a generator.*list.*rx.Stream",
+        id="fit-examples-generator",
+    ),
+    pytest.param(
         lambda: evaluating(rx.Stream(TWELVE)),
         r"Evaluation: examples is a Stream, .*list\(stream\)",
+        id="Evaluation-examples-stream",
     ),
-    (
+    pytest.param(
         lambda: alone(rx.evaluate, rx.Stream(WIDE), 8),
         r"evaluate: examples is a Stream, .*list\(stream\)",
+        id="evaluate-examples-stream",
     ),
-    (
+    pytest.param(
         lambda: alone(rx.predict, rx.Stream(WIDE), 8),
         r"predict: examples is a Stream, .*list\(stream\)",
+        id="predict-examples-stream",
     ),
-    (
+    pytest.param(
         lambda: evaluating(generator()),
         r"Evaluation: examples is a generator.*list\(\.\.\.\)",
+        id="Evaluation-examples-generator",
     ),
-    (lambda: collating(n=4), r"leaf 'n' is a int, but must be a NumPy array"),
-    (
+    pytest.param(
+        lambda: collating(n=4),
+        r"leaf 'n' is a int, but must be a NumPy array",
+        id="fit-collate_fn-int",
+    ),
+    pytest.param(
         lambda: evaluating(state_fn=lambda state: state.params),
         r"state_fn returns must be a TrainState",
+        id="Evaluation-state_fn-dict",
     ),
 ]
 
 # These come after the loss of one batch.
-REFUSED_IN_EVALUATION: list[tuple[Any, str]] = [
-    (
+REFUSED_IN_EVALUATION = [
+    pytest.param(
         lambda: evaluating(predict_fn=scalar_loss),
         r"predict_fn's output array has shape \(\), .*batch's, 4",
+        id="predict_fn-without_rows",
     ),
-    (
+    pytest.param(
         lambda: metrics({"score": "0.5"}),
         r"metric_fn: 'score' is '0.5' \(str\), but a metric is one num",
+        id="metric-str",
     ),
-    (lambda: metrics({"score": np.ones(1)}), r"'score' is array\(\[1.\]\) \(ndarray\)"),
-    (
+    pytest.param(
+        lambda: metrics({"score": np.ones(1)}),
+        r"'score' is array\(\[1.\]\) \(ndarray\)",
+        id="metric-array_of_one",
+    ),
+    pytest.param(
         lambda: metrics({"score": jnp.ones(2)}),
         r"'score' is Array\(.*but a metric is one number",
+        id="metric-array_of_jax",
     ),
-    (lambda: metrics({"score": None}), r"'score' is None \(NoneType\)"),
-    (
+    pytest.param(
+        lambda: metrics({"score": None}),
+        r"'score' is None \(NoneType\)",
+        id="metric-none",
+    ),
+    pytest.param(
         lambda: metrics({"score": [[1.0], [1.0, 2.0]]}),
         r"'score' is \[\[1.0\], .* \(list\)",
+        id="metric-lists",
     ),
-    (lambda: metrics({"score": 1j}), r"'score' is 1j \(complex\)"),
-    (
+    pytest.param(
+        lambda: metrics({"score": 1j}),
+        r"'score' is 1j \(complex\)",
+        id="metric-complex",
+    ),
+    pytest.param(
         lambda: metrics(0.5),
         r"metric_fn must return a dict of numbers by name, but returned a float",
+        id="metric_fn-float",
     ),
-    (lambda: metrics({"plain": 1.0}), r"loss_fn already reports a metric 'plain'"),
+    pytest.param(
+        lambda: metrics({"plain": 1.0}),
+        r"loss_fn already reports a metric 'plain'",
+        id="metric-of_loss_fn_too",
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    "cases", [REFUSED, OF_ANOTHER_TYPE, REFUSED_IN_EVALUATION], ids=len
-)
-def test_refused_before_compilation(
-    cases: Any, tmp_path: pathlib.Path, monkeypatch: Any
-) -> None:
-    exception = TypeError if cases is OF_ANOTHER_TYPE else ValueError
-    unheard = {tiny.BODY} if cases is REFUSED_IN_EVALUATION else {tiny.BODY, tiny.STEP}
+@pytest.fixture
+def assert_refused(tmp_path: pathlib.Path, monkeypatch: Any) -> Any:
+    """Asserts that a call is refused before any of these programs is compiled, writes
+    nothing and leaves no thread."""
     # The annotations would refuse some of it first, but only under the tests' type
     # checker.
     monkeypatch.setattr(rx, "fit", inspect.unwrap(rx.fit))
     monkeypatch.chdir(tmp_path)
-    for call, message in cases:
+
+    def check(
+        exception: type[Exception], call: Any, message: str, unheard: set[str]
+    ) -> None:
         with compilations() as compiled:
             raised(exception, call, match=message)
-        assert not unheard & set(compiled), message
-        assert tiny.no_threads_left(), message
-    assert list(tmp_path.iterdir()) == []
+        assert not unheard & set(compiled)
+        assert tiny.no_threads_left()
+        assert list(tmp_path.iterdir()) == []
+
+    return check
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused_before_compilation(
+    call: Any, message: str, assert_refused: Any
+) -> None:
+    assert_refused(ValueError, call, message, {tiny.BODY, tiny.STEP})
+
+
+@pytest.mark.parametrize(("call", "message"), OF_ANOTHER_TYPE)
+def test_another_type_is_refused_before_compilation(
+    call: Any, message: str, assert_refused: Any
+) -> None:
+    assert_refused(TypeError, call, message, {tiny.BODY, tiny.STEP})
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED_IN_EVALUATION)
+def test_refused_in_an_evaluation_before_the_body_is_compiled(
+    call: Any, message: str, assert_refused: Any
+) -> None:
+    assert_refused(ValueError, call, message, {tiny.BODY})

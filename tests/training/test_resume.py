@@ -387,25 +387,29 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 # What is kept
 
 
-def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
-    for name, number in (("every_steps", 0), ("every_steps", -1), ("keep_last", 0)):
-        raised(
-            ValueError,
-            rx.Checkpoints,
-            "nowhere",
-            match=rf"Checkpoints: {name}",
-            **{name: number},
-        )
-    checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
-    cases = (
+@pytest.mark.parametrize(
+    ("name", "number"), [("every_steps", 0), ("every_steps", -1), ("keep_last", 0)]
+)
+def test_numbers_that_cannot_be(name: str, number: int) -> None:
+    options: Any = {name: number}
+    message = rf"Checkpoints: {name}"
+    raised(ValueError, rx.Checkpoints, "nowhere", match=message, **options)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "words"),
+    [
         (None, "nothing, without an evaluation="),
         (rx.Evaluation(EXAMPLES), "'eval/loss', 'eval/plain'"),
-    )
-    for evaluation, words in cases:
-        message = rf"keep_best={{'eval/accuracy'.*evaluations give {words}"
-        raised(
-            ValueError, counted, None, checkpoints, evaluation=evaluation, match=message
-        )
+    ],
+    ids=["without_evaluation", "not_among_its_metrics"],
+)
+def test_the_best_by_a_metric_that_is_not_there_is_refused(
+    evaluation: Any, words: str, tmp_path: pathlib.Path
+) -> None:
+    checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
+    message = rf"keep_best={{'eval/accuracy'.*evaluations give {words}"
+    raised(ValueError, counted, None, checkpoints, evaluation=evaluation, match=message)
     assert tiny.steps_in(tmp_path) == []
 
 
