@@ -200,6 +200,7 @@ LOADED = [
     "_checkpoint.runs",
     "_data",
     "_data.batches",
+    "_data.checksums",
     "_data.data",
     "_data.order",
     "_data.placement",

@@ -18,8 +18,9 @@ from stream_sources import KINDS, WITH_STATE, WithState, order, taken
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
+from redco_eqx._data.checksums import checksum
 from redco_eqx._data.data import Place
-from redco_eqx._data.streams import checksum, state_to_text
+from redco_eqx._data.streams import state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
 BATCH_SIZE = 8

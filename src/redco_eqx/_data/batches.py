@@ -26,14 +26,14 @@ from redco_eqx._base.protocols import (
     check_whole,
 )
 from redco_eqx._base.tree import leaves_with_paths
+from redco_eqx._data.checksums import checksums_of
 from redco_eqx._data.data import Data, Place, Stream, as_data, num_examples_of
 from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
 from redco_eqx._data.placement import (
     Job,
     batch_sizes,
     check_batch_size,
-    checksums_of,
-    layout,
+    local_rows,
     placed,
     rows_of_several,
 )
@@ -47,7 +47,7 @@ from redco_eqx._distributed.consensus import (
     from_all,
     is_shared,
 )
-from redco_eqx._distributed.process_group import leave_call
+from redco_eqx._distributed.process_group import noting_exits
 
 Made: TypeAlias = tuple[Batch, Place]
 """A batch on the mesh, with the place after it."""
@@ -90,39 +90,40 @@ class Epochs:
         # `with jax.enable_x64(...)` around the consumer does not affect other threads.
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = self.num_examples = self.order = self.positions = None
-        check_batch_size("batches", batch_size, mesh)
-        layout(mesh, batch_size)
         self.examples_of: Callable[[int], Any] = lambda _: None
+        check_batch_size("batches", batch_size, mesh)
         if isinstance(self._data, Stream):
-            from redco_eqx._data import streams  # imported only for a stream
-
-            if remainder != "drop":
-                raise ValueError(
-                    f"batches: remainder={remainder!r}, but a Stream is only for "
-                    "training, which drops the rest. Pass list(stream), or any "
-                    "sequence."
-                )
-            self.positions = (streams.first_position(self._data, batch_size, mesh),)
-            kind = "batches" if self._data.batched else "examples"
-            how = (
-                f"in {self.positions[0].num_shards} shards"
-                if self._data.sharded
-                else "whole"
-            )
-            self._facts = f"a stream of {kind}, read {how}"
+            self._begin_stream(self._data)
         else:
-            given: Any = self._data.examples
-            of_epoch: Callable[[int], Any] = (
-                given if callable(given) else lambda epoch: given
+            self._begin_sequence(self._data)
+
+    def _begin_stream(self, stream: Stream) -> None:
+        from redco_eqx._data import streams  # imported only for a stream
+
+        if self._remainder != "drop":
+            raise ValueError(
+                f"batches: remainder={self._remainder!r}, but a Stream is only for "
+                "training, which drops the rest. Pass list(stream), or any "
+                "sequence."
             )
-            self.examples_of = functools.lru_cache(maxsize=1)(of_epoch)
-            self.num_batches = self.place(0, 0).num_batches
-            self.num_examples = len(self.examples_of(0))
-            self.order = SHUFFLED if self._data.shuffle else None
+        begin = streams.first_position(stream, self.batch_size, self._mesh)
+        self.positions = (begin,)
+        kind = "batches" if stream.batched else "examples"
+        how = f"in {begin.num_shards} shards" if stream.sharded else "whole"
+        self._stream_text = f"a stream of {kind}, read {how}"
+
+    def _begin_sequence(self, data: Data) -> None:
+        given: Any = data.examples
+        of_epoch: Callable[[int], Any] = given if callable(given) else lambda _: given
+        # An epoch asks for its examples several times, and the function may take long.
+        self.examples_of = functools.lru_cache(maxsize=1)(of_epoch)
+        self.num_batches = self.place(0, 0).num_batches
+        self.num_examples = len(self.examples_of(0))
+        self.order = SHUFFLED if data.shuffle else None
 
     def __str__(self) -> str:
         if self.num_batches is None or self.num_examples is None:
-            return f"{self._facts}, steps of {self.batch_size}"
+            return f"{self._stream_text}, steps of {self.batch_size}"
         num_dropped = self.num_examples - self.num_batches * self.batch_size
         return (
             f"{self.num_examples} examples, {self.num_batches} steps of "
@@ -152,42 +153,46 @@ class Epochs:
         num_batches = num_whole + len(tail)
         return Place(epoch, min(batch, num_batches), num_batches)
 
-    def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
+    def after(
+        self,
+        place: Place,
+        *,
+        key: Key,
+        verify: bool = True,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> Generator[Made]:
         """Yield the batches that follow a place, each with the place after it. Closing
         the generator ends its threads.
 
         `key` determines the order of each epoch; `fit` passes `order_key`. If the place
-        has no positions, a stream is read again up to it. `reading` has the options of
-        `Reading`, whose `say` is called in the thread that reads the stream.
+        has no positions, a stream is read again up to it. `verify` and `say` are as for
+        `Reading`. The thread that reads the stream calls `say`.
         """
         while True:
-            yield from self.rest(place, key=key, **reading)
+            yield from self.rest(place, key=key, verify=verify, say=say)
             place = Place(place.epoch + 1, 0, None)
 
-    def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
+    def rest(
+        self,
+        place: Place,
+        *,
+        key: Key | None,
+        verify: bool = True,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> Generator[Made]:
         """Yield the batches of one epoch that follow a place, as `after` does. Raises
         at once if this is not possible."""
         epoch, start, *_ = place
+        order = None
         if isinstance(self._data, Stream):
-            from redco_eqx._data import streams
-
-            assert self.positions is not None
-            position = streams.position_at(
-                self._data, self.positions[0], place, self.batch_size
-            )
-            jobs = streams.read_batches(
-                self._data, place, position, self.batch_size, self._mesh, **reading
-            )
-            length = self._facts
-            order = None
+            length = self._stream_text
+            jobs = self._stream_jobs(self._data, place, verify=verify, say=say)
         else:
-            length = len(self.examples_of(epoch))
-            order = (
-                epoch_order(length, key, epoch)
-                if key is not None and self._data.shuffle
-                else None
-            )
-            jobs = self._jobs(self.examples_of(epoch), epoch, start, order)
+            examples = self.examples_of(epoch)
+            length = len(examples)
+            if key is not None and self._data.shuffle:
+                order = epoch_order(length, key, epoch)
+            jobs = self._sequence_jobs(examples, epoch, start, order)
         duplicates = Duplicates(self._mesh)
         again = (
             f"batches({type(self._data).__name__}(..., prefetch=0), ..., "
@@ -206,15 +211,17 @@ class Epochs:
                 self._compare_rows(duplicates, index, batch, job)
                 return made, job.after
 
+        # Some of the order stands for all of it, and for the key.
+        first_few = None
+        if order is not None:
+            first_few = order(np.arange(min(4, order.num))).tolist()
         facts = {
             "len(examples)": length,
             "batch_size": self.batch_size,
             "epoch": epoch,
             "start": start,
             "remainder": self._remainder,
-            "the order by key": None
-            if order is None
-            else order(np.arange(min(4, order.num))).tolist(),
+            "the order by key": first_few,
             "mesh": dict(self._mesh.shape),
         }
         agree(
@@ -238,12 +245,38 @@ class Epochs:
         devices."""
         for processes, rows in rows_of_several(self._mesh, job.size).items():
             if job.num_here != job.size:
-                rows = np.searchsorted(layout(self._mesh, job.size)[1], rows)
-            duplicates.compare(
-                processes, f"collate_fn: batch {index}", checksums_of(batch, rows)
-            )
+                # The batch has only the rows that this process needs.
+                needed = local_rows(self._mesh, job.size).needed
+                rows = np.searchsorted(needed, rows)
+            in_common = jax.tree.map(functools.partial(_rows_of, rows=rows), batch)
+            facts = {name: f"{x:08x}" for name, x in checksums_of(in_common).items()}
+            duplicates.compare(processes, f"collate_fn: batch {index}", facts)
 
-    def _jobs(
+    def _stream_jobs(
+        self,
+        stream: Stream,
+        place: Place,
+        *,
+        verify: bool,
+        say: Callable[[str], object],
+    ) -> Iterator[Job]:
+        from redco_eqx._data import streams
+
+        assert self.positions is not None
+        position = streams.position_at(
+            stream, self.positions[0], place, self.batch_size
+        )
+        return streams.read_batches(
+            stream,
+            place,
+            position,
+            self.batch_size,
+            self._mesh,
+            verify=verify,
+            say=say,
+        )
+
+    def _sequence_jobs(
         self, examples: Examples, epoch: int, start: int, order: Permutation | None
     ) -> Iterator[Job]:
         num_whole, tail = batch_sizes(
@@ -258,18 +291,21 @@ class Epochs:
                 f"in 0..{num_batches}."
             )
 
-        def rows(index: int) -> tuple[int, np.ndarray, np.ndarray]:
-            """The size of a batch, the rows that this process makes, and their
-            positions in the epoch."""
-            size = self.batch_size if index < num_whole else tail[index - num_whole]
-            offset = self.batch_size * min(index, num_whole) + sum(
-                tail[: max(0, index - num_whole)]
-            )
-            here = layout(self._mesh, size)[1]
+        def rows(index: int) -> tuple[int, np.ndarray]:
+            """The size of a batch, and the positions in the epoch of the rows that this
+            process makes."""
+            size = self.batch_size
+            num_before = self.batch_size * index
+            if index >= num_whole:
+                in_tail = index - num_whole
+                size = tail[in_tail]
+                num_before = self.batch_size * num_whole + sum(tail[:in_tail])
+            needed = local_rows(self._mesh, size).needed
             # "pad" repeats the last example.
-            return size, here, np.minimum(offset + here, num_examples - 1)
+            return size, np.minimum(num_before + needed, num_examples - 1)
 
         def read(wanted: list[int]) -> list[Any]:
+            # An example that is repeated is read only once.
             found = {i: examples[i] for i in dict.fromkeys(wanted)}
             return [found[i] for i in wanted]
 
@@ -277,21 +313,20 @@ class Epochs:
             # The order of a few positions takes as long to compute as that of hundreds.
             num_at_once = max(1, 512 // self.batch_size)
             for first in range(start, num_batches, num_at_once):
-                several = [
-                    rows(index)
-                    for index in range(first, min(first + num_at_once, num_batches))
-                ]
-                numbers = iter(
-                    (order or np.asarray)(
-                        np.concatenate([x for *_, x in several])
-                    ).tolist()
-                )
-                for index, (size, here, _) in enumerate(several, first):
-                    wanted = list(itertools.islice(numbers, len(here)))
+                end = min(first + num_at_once, num_batches)
+                several = [rows(index) for index in range(first, end)]
+                positions = np.concatenate([x for _, x in several])
+                indices = positions if order is None else order(positions)
+                # Examples need not support an index of NumPy.
+                left = iter(indices.tolist())
+                for index, (size, x) in enumerate(several, first):
+                    num_here = len(x)
+                    wanted = list(itertools.islice(left, num_here))
+                    # After the last batch of an epoch comes the next epoch.
                     after = divmod(epoch * num_batches + index + 1, num_batches)
                     yield Job(
                         size,
-                        len(here),
+                        num_here,
                         functools.partial(read, wanted),
                         Place(*after, num_batches),
                     )
@@ -299,11 +334,17 @@ class Epochs:
         return jobs()
 
 
+def _rows_of(leaf: Any, rows: np.ndarray) -> np.ndarray:
+    x = np.asarray(leaf)
+    # Indexing by an array makes a copy, which all rows do not need.
+    return x if len(rows) == len(x) else x[rows]
+
+
 def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator[Made]:
     """Yield the same batches. Raises `ValueError` if the shapes of a batch differ from
     those of the first, or those of the first from another process's."""
     first: Facts = {}
-    with contextlib.closing(made), _noting_exits():
+    with contextlib.closing(made), noting_exits():
         for index, (batch, place) in enumerate(made, start):
             shapes = shapes_of(batch)
             if index == start:
@@ -317,17 +358,6 @@ def _of_equal_shapes(made: Generator[Made], mesh: Mesh, start: int) -> Generator
                     "shape (pad text to a fixed length)."
                 )
             yield batch, place
-
-
-@contextlib.contextmanager
-def _noting_exits() -> Iterator[None]:
-    """Tell the other processes if `collate_fn` or the examples end the program
-    (`sys.exit`)."""
-    try:
-        yield
-    except SystemExit as error:
-        leave_call(error)
-        raise
 
 
 def _with_ends(
@@ -353,8 +383,11 @@ def _with_ends(
                     yield ready
                 raise
             behind.append(newest)
-            positions = newest[1].positions if newest is not None and is_whole else None
-            checksum = positions[0].checksum or 0 if positions else 0
+            checksum = 0
+            if is_whole and newest is not None:
+                checksum = _checksum_at(newest[1])
+            # A vote knows only the greatest of some numbers. The least one is the
+            # greatest of the negative numbers, with its sign changed.
             answer = vote(int(newest is None), checksum, -checksum)
             if answer is None:
                 continue
@@ -376,6 +409,13 @@ def _with_ends(
             if is_end:
                 return
             ready = behind.popleft()
+
+
+def _checksum_at(place: Place) -> int:
+    """Return the checksum of the items of a stream before a place."""
+    if not place.positions:
+        return 0
+    return place.positions[0].checksum or 0
 
 
 class Batches(Iterator[Batch]):
@@ -411,11 +451,10 @@ class Batches(Iterator[Batch]):
         epoch, start, _, positions = self._place
         place: dict[str, Any] = {"epoch": epoch, "start": start}
         if positions is not None:
-            shards = {
-                shard[0]: list(shard)
-                for of_process in from_all(positions)
-                for shard in of_process
-            }
+            # Processes that read the same shard are at the same position.
+            shards = {}
+            for of_process in from_all(positions):
+                shards |= {shard[0]: list(shard) for shard in of_process}
             place["positions"] = list(shards.values())
         return place
 
@@ -518,7 +557,8 @@ def batches(
 def shapes_of(batch: Batch) -> Facts:
     """Return the dtype and shape of each leaf. The leading dim is left open, because
     each process has different rows."""
-    return {
-        path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
-        for path, x in leaves_with_paths(batch)
-    }
+    shapes = {}
+    for path, x in leaves_with_paths(batch):
+        dims = ", ".join(["rows", *map(str, x.shape[1:])])
+        shapes[path or "the batch"] = f"{x.dtype}[{dims}]"
+    return shapes

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from redco_eqx._base.protocols import Batch, CollateFn
-from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._base.warn import warn
-from redco_eqx._data.streams import checksum
+from redco_eqx._data.checksums import checksums_of
 
 
 class CollatedTwice:
@@ -24,7 +23,8 @@ class CollatedTwice:
 
     def __init__(self, collate_fn: CollateFn):
         self._collate_fn = collate_fn
-        self._first_call = [True]  # a list, because `pop` is atomic between threads
+        # A list, because `pop` is atomic between threads.
+        self._first_call = [True]
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
         batch = self._collate_fn(examples)
@@ -33,14 +33,12 @@ class CollatedTwice:
         except IndexError:
             return batch
         # Before the second call, which may reuse the memory of the first.
-        first = _checksums(batch)
+        first = checksums_of(batch)
         second: dict[str, int] = {}
         # An error belongs to a batch of the run, which this is not.
         with _same_generators(), contextlib.suppress(Exception):
-            second = _checksums(self._collate_fn(examples))
-        changing = [
-            path or "the batch" for path in first if first[path] != second.get(path)
-        ]
+            second = checksums_of(self._collate_fn(examples))
+        changing = [name for name in first if first[name] != second.get(name)]
         if changing and jax.process_index() == 0:
             warn(
                 "collate_fn made two different batches of the same examples: "
@@ -54,17 +52,16 @@ class CollatedTwice:
         return batch
 
 
-def _checksums(batch: Batch) -> dict[str, int]:
-    return {path: checksum(x) for path, x in leaves_with_paths(batch)}
-
-
 @contextlib.contextmanager
 def _same_generators() -> Iterator[None]:
     """Leave the global generators of random numbers as they were before the block."""
+    # A program that has not imported torch cannot draw from its generator.
     torch: Any = sys.modules.get("torch")
     of_python = random.getstate()
     of_numpy = np.random.get_state()
-    of_torch = None if torch is None else torch.get_rng_state()
+    of_torch = None
+    if torch is not None:
+        of_torch = torch.get_rng_state()
     try:
         yield
     finally:

@@ -189,7 +189,9 @@ class Place(NamedTuple):
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one if its
         length is known."""
-        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
+        if not self.num_batches:
+            return float(self.epoch)
+        return self.epoch + self.batch / self.num_batches
 
 
 def as_data(
@@ -197,7 +199,9 @@ def as_data(
 ) -> Data | Stream:
     """Wrap examples that are neither `Data` nor `Stream` in a `Data` with the
     defaults."""
-    return examples if isinstance(examples, Data | Stream) else Data(examples)
+    if isinstance(examples, Data | Stream):
+        return examples
+    return Data(examples)
 
 
 def as_sequence(where: str, examples: Examples | Data) -> Data:
@@ -219,16 +223,17 @@ def check_examples(where: str, examples: Any) -> None:
     columns and similar objects, because their items are not examples."""
     if isinstance(examples, Stream):
         return
-    examples = examples.examples if isinstance(examples, Data) else examples
+    if isinstance(examples, Data):
+        examples = examples.examples
     kind = type(examples).__name__
     is_tuple = type(examples) is tuple and _are_columns(examples)
-    if is_tuple or isinstance(examples, Mapping) or hasattr(examples, "iloc"):
+    is_data_frame = hasattr(examples, "iloc")
+    if is_tuple or isinstance(examples, Mapping) or is_data_frame:
         names = getattr(examples, "columns", examples)  # of a data frame
-        columns = (
-            [describe(x) for x in examples]
-            if is_tuple
-            else [repr(name) for name in names]
-        )
+        if is_tuple:
+            columns = [describe(x) for x in examples]
+        else:
+            columns = [repr(name) for name in names]
         raise TypeError(
             f"{where} is a {kind} of {first_few(columns)}: columns, or several sets of "
             "examples. Pass a sequence of examples, in which examples[i] is a row. To "
@@ -238,13 +243,13 @@ def check_examples(where: str, examples: Any) -> None:
             "several sets, pass one of "
             "them. If each array of a tuple is an example, pass list(examples)."
         )
-    sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-    sized = (
-        sized
-        and not isinstance(examples, str)
-        and getattr(examples, "shape", None) != ()
-    )
-    if not sized and (isinstance(examples, eqx.Module) or not callable(examples)):
+    has_items = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    # An array without dims has both methods, and raises in them.
+    is_scalar = getattr(examples, "shape", None) == ()
+    is_sequence = has_items and not isinstance(examples, str) and not is_scalar
+    # A module can be called, but is a model in the place of the examples.
+    is_function = callable(examples) and not isinstance(examples, eqx.Module)
+    if not is_sequence and not is_function:
         raise TypeError(
             f"{where} is a {kind}, but must be a sequence of examples, with "
             "len(examples) and examples[int]. Use list(...) for an iterable, or, for "
@@ -256,9 +261,9 @@ def check_examples(where: str, examples: Any) -> None:
 def _are_columns(examples: tuple[Any, ...]) -> bool:
     """Return true if these arrays look like columns (inputs, labels): if there are few
     arrays, and they have more rows than there are arrays."""
-    if not 2 <= len(examples) <= 4 or not all(
-        is_array(x) and x.ndim > 0 for x in examples
-    ):
+    are_few = 2 <= len(examples) <= 4
+    have_rows = all(is_array(x) and x.ndim > 0 for x in examples)
+    if not are_few or not have_rows:
         return False
     lengths = {x.shape[0] for x in examples}
     return len(lengths) == 1 and lengths.pop() > len(examples)

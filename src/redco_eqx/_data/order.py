@@ -45,6 +45,8 @@ class Permutation:
         """Return the number of the example at each position, below `num`, in a few
         microseconds each."""
         numbers = self._once(positions.astype(np.uint64))
+        # The numbers of a cycle return to its beginning, which is below `num`, so this
+        # ends.
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])
         return numbers.astype(np.int64)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -66,11 +65,8 @@ def batch_sizes(
 def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
     """Compute the sizes of the batches for the examples after the last whole batch."""
     left_over = rest % num_batch_shards(mesh)
-    tails = {
-        "drop": [],
-        "split": [rest - left_over, left_over],
-        "pad": [batch_size if rest else 0],
-    }
+    padded = batch_size if rest else 0
+    tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [padded]}
     if remainder not in tails:
         raise ValueError(
             f'batches: remainder={remainder!r}, but it must be "drop", "split" or '
@@ -88,11 +84,9 @@ def check_batch_size(
     num_shards = num_batch_shards(mesh)
     unit = num_microbatches * num_shards
     if batch_size < 1 or batch_size % unit != 0:
-        times = (
-            f"num_microbatches={num_microbatches} times "
-            if num_microbatches > 1
-            else ""
-        )
+        times = ""
+        if num_microbatches > 1:
+            times = f"num_microbatches={num_microbatches} times "
         axes = ", ".join(
             f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape
         )
@@ -103,25 +97,37 @@ def check_batch_size(
         )
 
 
-@functools.lru_cache(maxsize=64)
-def layout(
-    mesh: Mesh, size: int
-) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"], dict[int, slice]]:
-    """Return the sharding of a batch of this size, the rows of the batch that this
-    process needs (in ascending order), and for each piece of the batch, by its first
-    row, the part of these rows that it consists of.
+class LocalRows(NamedTuple):
+    """The part of a batch that this process holds.
+
+    - `sharding`: the sharding of the whole batch.
+    - `needed`: the rows of the batch that the devices of this process need, ascending.
+    - `ranges`: for each shard of the batch on these devices, by its first row, the
+        range of `needed` that has its rows.
     """
-    sharding = (
-        batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
-    )
+
+    sharding: NamedSharding
+    needed: Int[np.ndarray, " num_rows"]
+    ranges: dict[int, slice]
+
+
+@functools.lru_cache(maxsize=64)
+def local_rows(mesh: Mesh, size: int) -> LocalRows:
+    """Find the rows of a batch of this size that this process needs, and their place on
+    its devices."""
+    # JAX refuses to split a dim unevenly.
+    is_split = size % num_batch_shards(mesh) == 0
+    sharding = batch_sharding(mesh) if is_split else replicated(mesh)
     indices = sharding.addressable_devices_indices_map((size,))
-    rows = [np.arange(size)[index] for index in indices.values()]
-    here = np.unique(rows)
-    pieces = {
-        int(x[0]): slice(n := int(np.searchsorted(here, x[0])), n + len(x))
-        for x in rows
-    }
-    return sharding, here, pieces
+    shards = [np.arange(size)[index] for index in indices.values()]
+    needed = np.unique(shards)
+    ranges = {}
+    for shard in shards:
+        # The rows of a shard follow one another in the batch, and so also in `needed`.
+        first = int(shard[0])
+        begin = int(np.searchsorted(needed, first))
+        ranges[first] = slice(begin, begin + len(shard))
+    return LocalRows(sharding, needed, ranges)
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,7 +137,9 @@ def rows_of_several(
     """Return the rows of a batch of this size that this process and others need (in
     ascending order), by the processes that need them."""
     holders: dict[tuple[int, int], set[int]] = {}
-    for device, (index,) in layout(mesh, size)[0].devices_indices_map((size,)).items():
+    sharding = local_rows(mesh, size).sharding
+    for device, (index,) in sharding.devices_indices_map((size,)).items():
+        # A whole dim has the index `slice(None)`, which gets its numbers here.
         begin, end, _ = index.indices(size)
         holders.setdefault((begin, end), set()).add(device.process_index)
     rows: dict[tuple[int, ...], list[int]] = {}
@@ -141,20 +149,6 @@ def rows_of_several(
     return {processes: np.array(numbers) for processes, numbers in rows.items()}
 
 
-def checksums_of(batch: Batch, rows: Int[np.ndarray, " num_rows"]) -> dict[str, str]:
-    """Compute a checksum of these rows of each leaf of a batch, by its path."""
-    found = {}
-    for path, leaf in leaves_with_paths(batch):
-        x = np.asarray(leaf)
-        x = np.ascontiguousarray(x if len(rows) == len(x) else x[rows])
-        # The bytes, because the types that NumPy does not know (bfloat16) offer no
-        # buffer.
-        found[path or "the batch"] = (
-            f"{zlib.crc32(x.reshape(-1).view(np.uint8).data):08x}"
-        )
-    return found
-
-
 def placed(batch: Batch, mesh: Mesh, size: int, num_here: int) -> Batch:
     """Make the global arrays of a batch of this size from the rows that `collate_fn`
     has made here: those that this process needs, or all rows.
@@ -162,15 +156,20 @@ def placed(batch: Batch, mesh: Mesh, size: int, num_here: int) -> Batch:
     Raises `ValueError` or `TypeError` for an object that is not a batch.
     """
     _check_batch(batch, num_here)
-    sharding, _, pieces = layout(mesh, size)
+    sharding, _, ranges = local_rows(mesh, size)
+    has_all_rows = num_here == size
 
     def on_mesh(x: Any) -> Array:
-        def piece(index: Any) -> Any:
-            return x[index[0] if num_here == size else pieces[index[0].start or 0]]
+        def shard(index: Any) -> Any:
+            rows = index[0]
+            if not has_all_rows:
+                # A whole dim has the index `slice(None)`, which has no start.
+                rows = ranges[rows.start or 0]
+            return x[rows]
 
         # Unlike `device_put`, this compares nothing between processes, so a thread may
         # call it.
-        return from_callback((size, *x.shape[1:]), sharding, piece)
+        return from_callback((size, *x.shape[1:]), sharding, shard)
 
     return jax.tree.map(on_mesh, batch)
 
@@ -187,14 +186,12 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
         )
     for path, leaf in leaves:
         name = f"collate_fn: leaf {path!r}" if path else "collate_fn: the batch"
-        is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
-        if not is_array or not (
-            jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-        ):
+        if not _is_numeric(leaf):
+            is_array = isinstance(leaf, _ARRAYS)
+            kind = describe(leaf) if is_array else f"a {type(leaf).__name__}"
             raise TypeError(
-                f"{name} is "
-                f"{describe(leaf) if is_array else f'a {type(leaf).__name__}'}, but "
-                f"must be a NumPy array of numbers and booleans only. {_remedy(leaf)}"
+                f"{name} is {kind}, but must be a NumPy array of numbers and booleans "
+                f"only. {_remedy(leaf)}"
             )
         if leaf.shape[:1] != (num_examples,):
             raise ValueError(
@@ -205,6 +202,17 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
             )
         if excess := excess_of(leaf):
             raise ValueError(f"{name} is {describe(leaf)} and {excess}.")
+
+
+_ARRAYS = np.ndarray | np.generic | jax.Array
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Return true for an array of numbers or booleans. PRNG keys are neither."""
+    if not isinstance(leaf, _ARRAYS):
+        return False
+    # Not `np.issubdtype`, which does not count bfloat16 as a number.
+    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
 
 
 def _remedy(leaf: object) -> str:

@@ -2,20 +2,17 @@
 
 import ast
 import contextlib
-import dataclasses
 import itertools
-import marshal
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._base.warn import warn
+from redco_eqx._data.checksums import checksum
 from redco_eqx._data.data import Place, Position, Stream
-from redco_eqx._data.placement import Job, layout
+from redco_eqx._data.placement import Job, local_rows
 from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import batch_sharding
 
@@ -25,11 +22,11 @@ def state_to_text(state: Any) -> str | None:
     anything but numbers, text, bytes, lists, tuples, sets and dicts."""
     text = repr(state)
     with contextlib.suppress(ValueError, SyntaxError):
-        return text if ast.literal_eval(text) == state else None
+        # The text of some other object may also happen to be a literal.
+        if ast.literal_eval(text) == state:
+            return text
     return None
 
-
-_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 PROOF = 1000
 """The minimum number of examples after a state that must be the same as before, so that
@@ -111,7 +108,8 @@ class Reading(Iterator[Any]):
 
     def __next__(self) -> Any:
         item = next(self._items)
-        if self._num_items < 2 * self._num_readers:
+        is_among_first = self._num_items < 2 * self._num_readers
+        if is_among_first:
             self._first.append(checksum(item))
             self._check_readers()
         self._num_items += 1
@@ -126,6 +124,7 @@ class Reading(Iterator[Any]):
             return
         one = set(self._first[:num])
         other = set(self._first[num:])
+        # If the two are equal, the stream may consist of equal items.
         if len(one) == len(other) == 1 and one != other:
             raise ValueError(
                 f"Stream: each of the {num} workers of its DataLoader yields every "
@@ -137,10 +136,14 @@ class Reading(Iterator[Any]):
         each batch, because it takes a state of the source from time to time."""
         num_items = self._num_items
         if num_items - self._marks[1].state_items >= self._span:
-            text = None if self._state is None else state_to_text(self._state[0]())
+            text = None
+            if self._state is not None:
+                text = state_to_text(self._state.get())
             mark = self._begin._replace(
                 state=text, state_items=num_items, state_checksum=self._checksum
             )
+            # A position has the older of two states, so that at least `_span` items
+            # follow it, which prove that it is correct.
             self._marks = self._marks[1], mark
         return self._marks[0]._replace(num_items=num_items, checksum=self._checksum)
 
@@ -152,32 +155,37 @@ class Reading(Iterator[Any]):
         or to the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
-        self._num_readers = 0 if self._stream.disjoint_workers else _num_readers(source)
         self._first: list[int] = []
+        self._num_readers = 0
+        if not self._stream.disjoint_workers:
+            self._num_readers = _num_readers(source)
         if self._num_readers:
             warn(
                 f"Stream: its DataLoader has {self._num_readers} workers over an "
                 "IterableDataset. Each of them yields every item, unless the dataset "
                 f"divides its items. {_OF_WORKERS}"
             )
-        owner: Any = source if _state_of(source) else iter(source)
-        if begin.state is not None and owner is source:
+        owner: Any = source
+        if _state_of(source) is None:
+            owner = iter(source)
+        elif begin.state is not None:
             owner = _twin(source)
-        self._state = None if _refills(source) else _state_of(owner)
+        self._state = None
+        if not _refills(source):
+            self._state = _state_of(owner)
         if begin.state is not None:
             if self._state is None:
                 raise LookupError("it has none now")
-            self._state[1](ast.literal_eval(begin.state))
+            self._state.set(ast.literal_eval(begin.state))
         self._items = owner if hasattr(owner, "__next__") else iter(owner)
         self._num_items = begin.state_items
         self._checksum = begin.state_checksum
+        # The positions at which the last two states were taken.
         self._marks = begin, begin
         for _ in itertools.islice(self, position.num_items - begin.state_items):
             pass
-        return self._num_items == position.num_items and position.checksum in (
-            None,
-            self._checksum,
-        )
+        is_there = self._num_items == position.num_items
+        return is_there and position.checksum in (None, self._checksum)
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
@@ -187,9 +195,8 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
     `sharded=True` is not possible on this mesh.
     """
     rows: dict[int, set[int]] = {}
-    for device, (index, *_) in (
-        batch_sharding(mesh).devices_indices_map((batch_size,)).items()
-    ):
+    indices = batch_sharding(mesh).devices_indices_map((batch_size,))
+    for device, (index,) in indices.items():
         rows.setdefault(device.process_index, set()).update(range(batch_size)[index])
     if len(rows) > 1 and stream.sharded is None:
         raise ValueError(
@@ -199,6 +206,7 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
         )
     if not stream.sharded:
         return Position(0, 1)
+    # Processes with the same rows read the same shard.
     shards = sorted({tuple(sorted(x)) for x in rows.values()})
     if sum(map(len, shards)) > batch_size:
         raise ValueError(
@@ -206,7 +214,8 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
             "part, so the processes cannot read separate shards. Order the devices of "
             "the mesh by process, or use sharded=False."
         )
-    return Position(shards.index(tuple(sorted(rows[jax.process_index()]))), len(shards))
+    own = tuple(sorted(rows[jax.process_index()]))
+    return Position(shards.index(own), len(shards))
 
 
 def position_at(
@@ -218,10 +227,8 @@ def position_at(
     Raises `ValueError` if the stream was read in a different number of shards.
     """
     if place.positions is None:
-        return begin._replace(
-            num_items=place.batch
-            * (1 if stream.batched else batch_size // begin.num_shards)
-        )
+        items_per_batch = 1 if stream.batched else batch_size // begin.num_shards
+        return begin._replace(num_items=place.batch * items_per_batch)
     for position in (Position(*fields) for fields in place.positions):
         if position[:2] == begin[:2]:
             return position
@@ -238,72 +245,38 @@ def read_batches(
     at: Position,
     batch_size: int,
     mesh: Mesh,
-    **reading: Any,
+    *,
+    verify: bool,
+    say: Callable[[str], object],
 ) -> Iterator[Job]:
     """Read the items of one batch after the other, starting at a place. `at` is the
-    position at that place."""
-    needed = layout(mesh, batch_size)[1]
-    num_here = batch_size if stream.batched and not stream.sharded else len(needed)
-    num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
+    position at that place. `verify` and `say` are as for `Reading`."""
+    needed = local_rows(mesh, batch_size).needed
+    num_here = len(needed)
+    if stream.batched and not stream.sharded:
+        num_here = batch_size
+    if stream.batched:
+        num_read = 1
+    elif stream.sharded:
+        num_read = len(needed)
+    else:
+        num_read = batch_size
+
+    def rows_of(items: list[Any]) -> Any:
+        if stream.batched:
+            return items[0]
+        if stream.sharded:
+            return items
+        return [items[row] for row in needed]
+
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
-        source = Reading(stream, place.epoch, at, **reading)
+        source = Reading(stream, place.epoch, at, verify=verify, say=say)
         while len(items := list(itertools.islice(source, num_read))) == num_read:
-            mine = (
-                items[0]
-                if stream.batched
-                else items
-                if stream.sharded
-                else [items[row] for row in needed]
-            )
+            rows = rows_of(items)
             place = place._replace(
                 batch=place.batch + 1, positions=(source.position(),)
             )
-            yield Job(batch_size, num_here, lambda mine=mine: mine, place)
-
-
-def checksum(x: Any, begin: int = 0) -> int:
-    """Add the numbers and text in an example to the initial checksum `begin`, and
-    return the result: a number from 0 to 2**30.
-
-    Other objects count only by type and size, because processing their content may cost
-    more than reading them.
-    """
-    content, parts = _contents(x)
-    if content is not None:
-        return zlib.crc32(content, begin) % 2**30
-    for part in parts:
-        begin = checksum(part, begin)
-    return begin
-
-
-def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
-    """Return the bytes of an object that has no parts, or only numbers and text as
-    parts. For any other object, return `None` and its parts."""
-    if isinstance(x, list | tuple):
-        # Avoid versions 3 and 4 of `marshal`, in which the bytes depend on the
-        # references to an object.
-        return marshal.dumps(list(x), 2) if _PLAIN.issuperset(map(type, x)) else None, x
-    if type(x) in _PLAIN:
-        return marshal.dumps(x, 2), ()
-    if isinstance(x, np.ndarray | np.generic):
-        return (
-            (None, x.ravel().tolist())
-            if x.dtype.hasobject
-            else (np.ascontiguousarray(x).tobytes(), ())
-        )
-    if isinstance(x, Mapping):
-        return None, x.items()
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return None, [getattr(x, field.name) for field in dataclasses.fields(x)]
-    if hasattr(x, "__array__"):  # an array of torch or JAX, unless NumPy cannot read it
-        with contextlib.suppress(TypeError, RuntimeError):
-            return None, [np.asarray(x)]
-    if isinstance(x, str | bytes | bytearray | int | float):
-        return repr(x).encode(), ()
-    size = getattr(x, "size", None)  # an image has one
-    return repr(
-        (type(x).__name__, size if isinstance(size, int | tuple) else None)
-    ).encode(), ()
+            yield Job(batch_size, num_here, lambda rows=rows: rows, place)
 
 
 _OF_WORKERS = (
@@ -333,12 +306,20 @@ def _num_readers(source: Any) -> int:
     return num_workers if is_iterable and not divides_itself else 0
 
 
-def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the functions that get and set the state of a source, or `None` if it does
-    not have them."""
+class _State(NamedTuple):
+    """The functions that get and set the state of a source."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _state_of(source: Any) -> _State | None:
+    """Return the functions for the state of a source, or `None` if it does not have
+    them."""
+    # Iterators of Grain have the first pair; `datasets` and torchdata the second.
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
-            return getattr(source, get), getattr(source, set_)
+            return _State(getattr(source, get), getattr(source, set_))
     return None
 
 
@@ -368,24 +349,21 @@ def _refills(source: Any) -> bool:
     No check can prove that such a state is exact: in a mixture, items from a rarely
     sampled dataset may not appear for a long time.
     """
-    inner = [
-        getattr(source, name, None)
-        for name in ("dataset", "_ex_iterable", "ex_iterable")
-    ]
+    if hasattr(source, "buffer_size"):
+        return True
+    # A DataLoader over a dataset, a dataset, one of its steps, and a mixture.
+    names = ("dataset", "_ex_iterable", "ex_iterable")
+    inner = [getattr(source, name, None) for name in names]
     inner += getattr(source, "ex_iterables", ())
-    return hasattr(source, "buffer_size") or any(
-        _refills(x) for x in inner if x is not None
-    )
+    return any(_refills(x) for x in inner if x is not None)
 
 
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:
     source: Any = stream.examples
+    if stream.is_function and stream.sharded:
+        return source(epoch, position.shard, position.num_shards)
     if stream.is_function:
-        source = (
-            source(epoch, position.shard, position.num_shards)
-            if stream.sharded
-            else source(epoch)
-        )
-    elif hasattr(source, "set_epoch"):
+        return source(epoch)
+    if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     return source

@@ -101,10 +101,10 @@ def note_hang() -> None:
 def _end_all() -> None:
     """End the threads before the interpreter, because it aborts when one of them
     returns from C++ later."""
+    # Python sets `last_value` for an exception that nothing has caught.
+    was_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     seconds = _EXIT_SECONDS
-    if _is_one_hanging or isinstance(
-        getattr(sys, "last_value", None), KeyboardInterrupt
-    ):
+    if _is_one_hanging or was_interrupted:
         seconds = _HANG_SECONDS
     end = time.monotonic() + seconds
     for pool in list(_pools):
@@ -138,11 +138,13 @@ def run_ahead(
     num_ahead = max(options.prefetch, options.num_workers)
     num_threads = options.num_workers
 
-    # `None` at the end.
     def made(next_job: Future[J | None] | None) -> tuple[B | None, float]:
+        """The result for a job, or for the next one if it is `None`, and its time. The
+        result is `None` at the end."""
         began = time.perf_counter()
         job = next(jobs, None) if next_job is None else next_job.result()
-        return None if job is None else make(job), time.perf_counter() - began
+        result = None if job is None else make(job)
+        return result, time.perf_counter() - began
 
     pending: deque[Future[tuple[B | None, float]]] = deque()
     can_be_here = isinstance(options, Data) and num_threads == 0
@@ -154,14 +156,20 @@ def run_ahead(
             is_here = num_ahead == 0 or (can_be_here and seconds < CHEAP_SECONDS)
             if reader is None and not is_here:
                 reader = _Threads(1)
-                makers = _Threads(num_threads) if num_threads > 1 else None
+                if num_threads > 1:
+                    makers = _Threads(num_threads)
             while reader is not None and not is_here and len(pending) <= num_ahead:
                 if makers is None:  # a single thread reads and makes in one go
                     pending.append(reader.submit(functools.partial(made, None)))
                 else:
+                    # One thread alone reads, because two threads cannot advance the
+                    # same generator.
                     next_job = reader.submit(functools.partial(next, jobs, None))
                     pending.append(makers.submit(functools.partial(made, next_job)))
-            batch, seconds = pending.popleft().result() if pending else made(None)
+            if pending:
+                batch, seconds = pending.popleft().result()
+            else:
+                batch, seconds = made(None)
             if batch is None:
                 return
             yield batch

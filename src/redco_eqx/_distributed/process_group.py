@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -68,6 +68,16 @@ def leave_call(error: SystemExit) -> None:
     end."""
     if _group is not None:
         _group.note_exit(error)
+
+
+@contextlib.contextmanager
+def noting_exits() -> Iterator[None]:
+    """Note a `SystemExit` that leaves the block, as `leave_call` does."""
+    try:
+        yield
+    except SystemExit as error:
+        leave_call(error)
+        raise
 
 
 def _is_ending() -> bool:

@@ -36,7 +36,7 @@ from redco_eqx._checkpoint.arrays import (
     to_names,
 )
 from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
-from redco_eqx._data.streams import checksum
+from redco_eqx._data.checksums import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.passes import on_arrays
