@@ -28,8 +28,9 @@ from fit_helpers import (
 
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
-from redco_eqx._checkpoint.arrays import digests, to_names
+from redco_eqx._checkpoint.arrays import to_names
 from redco_eqx._checkpoint.restore import rename
+from redco_eqx._sharding.pieces import digests
 
 ADAM = optax.adamw(1e-2)
 

@@ -15,7 +15,7 @@ import jax
 
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
-from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
+from redco_eqx._checkpoint.arrays import info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
 from redco_eqx._checkpoint.record import (
     CheckpointInfo,
@@ -35,6 +35,7 @@ from redco_eqx._checkpoint.runs import (
 )
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._sharding.pieces import digests
 from redco_eqx._step.state import TrainState, check_is_state, step_of
 
 # A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
@@ -119,15 +120,15 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 )
         step = step_of(state)
         stored = storable(arrays)
-        if len({*(steps := from_all(step))}) > 1:
+        steps = from_all(step)
+        if len(set(steps)) > 1:
             raise ValueError(
                 f"save: the processes are at the steps {steps}, but must save the same "
                 "step."
             )
         checksums, nonfinite = digests(stored)
-        if bad := [
-            f"model/{path}" for path in state.params if f"model/{path}" in nonfinite
-        ]:
+        trained = [f"model/{path}" for path in state.params]
+        if bad := [name for name in trained if name in nonfinite]:
             listed = first_few(bad, most=1)
             raise ValueError(
                 f"save: step {step} is not saved, because {listed} hold NaN or "
@@ -137,27 +138,27 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()
         }
         if run is not None and run.positions is not None:
-            shards = {
-                shard[0]: tuple(shard)
-                for of_process in from_all(run.positions)
-                for shard in of_process
-            }
-            run = dataclasses.replace(run, positions=tuple(shards.values()))
+            run = _with_all_positions(run, run.positions)
         together(self.wait, CheckpointError)
-        tries = from_first(
-            lambda: [number for s, number, _ in entries(self._directory) if s == step]
-        )
-        path = self._directory / (f"{step}-{max(tries) + 1}" if tries else str(step))
+        path = self._directory / from_first(lambda: self._name_for(step))
         numbers = {name: float(x) for name, x in (metrics or {}).items()}
         info = CheckpointInfo(step, path, numbers, dict(extras or {}), run, infos)
         record = encode(info)
         args = self._ocp.args
         with self._naming(path):
-            arrays_of = self._handlers.ArraysSave(stored)
-            what = args.Composite(arrays=arrays_of, record=args.JsonSave(record))
-            self._checkpointer.save(os.fspath(path), args=what)
+            arguments = args.Composite(
+                arrays=self._handlers.ArraysSave(stored), record=args.JsonSave(record)
+            )
+            self._checkpointer.save(os.fspath(path), args=arguments)
         self._in_flight = info
         return path
+
+    def _name_for(self, step: int) -> str:
+        """Choose a name that no checkpoint in the directory has."""
+        attempts = [attempt for s, attempt, _ in entries(self._directory) if s == step]
+        if not attempts:
+            return str(step)
+        return f"{step}-{max(attempts) + 1}"
 
     def wait(self) -> None:
         """Wait until the last save is complete. Raises `CheckpointError` if it failed,
@@ -209,7 +210,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         half-written there, because the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
-        # If a writer is dropped without `close`
+        # For a writer that is dropped without `close`.
         weakref.finalize(self, self.owner.release)
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):
@@ -257,26 +258,32 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         last = self._config.keep_last
         infos = []
         for step, _, path in entries(self._directory):
-            if path != newest.path and (
-                step == newest.step or (last is not None and step < newest.step)
-            ):
+            is_other_attempt = step == newest.step and path != newest.path
+            is_older = step < newest.step and last is not None
+            if is_other_attempt or is_older:
                 with contextlib.suppress(CheckpointError, CheckpointFormatError):
                     # Records that cannot be read are left alone.
                     infos.append(read_record(path))
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
+        # If all are kept, `-0` takes the whole list.
         kept = one_per_step[-(last or 0) :]
         rows = [info.metrics for info in one_per_step]
-        best = [best_of(rows, *metric) for metric in self._config.keep_best.items()]
-        kept += [one_per_step[i] for i in best if i is not None]
+        for metric, mode in self._config.keep_best.items():
+            best = best_of(rows, metric, mode)
+            if best is not None:
+                kept.append(one_per_step[best])
         for info in infos:
             if info not in kept:
-                hidden = info.path.with_name(info.path.name + ".deleting")
-                with contextlib.suppress(OSError):
-                    # The next save reports a disk that fails.
-                    # At once, so that half of one never looks like a checkpoint.
-                    info.path.rename(hidden)
-                    self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
+                self._remove(info.path)
+
+    def _remove(self, path: pathlib.Path) -> None:
+        # Renamed at once, so that half of a checkpoint never looks like one.
+        hidden = path.with_name(path.name + ".deleting")
+        with contextlib.suppress(OSError):
+            # The next save reports a disk that fails.
+            path.rename(hidden)
+            self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
 
 
 def save(
@@ -313,14 +320,26 @@ def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
     """Return the index of the row with the lowest or highest `metric`, the first one if
     several are equal, or `None` if no row has a number for it."""
     sign = 1 if mode == "min" else -1
-    scored = [
-        i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))
-    ]
-    return min(scored, key=lambda i: sign * rows[i][metric], default=None)
+    scores = [row.get(metric, math.nan) for row in rows]
+    # A NaN would make the order depend on its place.
+    known = [i for i, score in enumerate(scores) if not math.isnan(score)]
+    return min(known, key=lambda i: sign * scores[i], default=None)
+
+
+def _with_all_positions(run: RunRecord, own: Sequence[Any]) -> RunRecord:
+    """Add the positions of the shards that other processes read. All processes must
+    call it."""
+    # Processes that read the same shard are at the same position.
+    shards = {}
+    for of_process in from_all(own):
+        shards |= {shard[0]: tuple(shard) for shard in of_process}
+    return dataclasses.replace(run, positions=tuple(shards.values()))
 
 
 def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
-    return None if info.run is None else (info.run.begin, info.run.id)
+    if info.run is None:
+        return None
+    return info.run.begin, info.run.id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,9 +403,10 @@ class Checkpoints:
             "Checkpoints", every_steps=self.every_steps, keep_last=self.keep_last
         )
         best = self.keep_best
-        if not isinstance(best, Mapping) or any(
-            mode not in ("min", "max") for mode in best.values()
-        ):
+        are_modes = isinstance(best, Mapping) and all(
+            mode in ("min", "max") for mode in best.values()
+        )
+        if not are_modes:
             raise ValueError(
                 f"Checkpoints: keep_best={best!r}, but it must say for each metric "
                 "whether the best value "

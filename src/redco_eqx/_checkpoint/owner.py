@@ -86,13 +86,16 @@ class Owner:
             this = this_process()
             is_here = owner.get("host") == this["host"]
             is_late = time.monotonic() - start > _WATCH_SECONDS
-            if has_lock is not False and (
-                not owner or is_late or (has_lock and is_here)
-            ):
+            # A lock says nothing about an owner on another host, which may still touch
+            # its file.
+            is_dead = is_late or (has_lock and is_here)
+            if has_lock is not False and (not owner or is_dead):
                 return
-            if owner == this or is_late or (owner and beat != first):
+            is_alive = is_late or (owner and beat != first)
+            if owner == this or is_alive:
                 who = f"process {owner.get('pid')} on {owner.get('host')}"
-                who = "this very process" if owner == this else who
+                if owner == this:
+                    who = "this very process"
                 raise CheckpointError(
                     f"{self._file.parent} is in use: {who} is writing its checkpoints "
                     "there (a run that has not ended, or a writer that is not closed). "
@@ -106,8 +109,10 @@ class Owner:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if isinstance(error, BlockingIOError):  # another process has it
+                return False
             # NFS, for example, locks only files that are open for writing.
-            return False if isinstance(error, BlockingIOError) else None
+            return None
         return True
 
     def _write(self, owner: dict[str, Any]) -> None:
@@ -163,9 +168,8 @@ def _read(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     for _ in range(3):
         try:
             with file.open("rb") as opened:
-                return dict(json.loads(opened.read())), os.fstat(
-                    opened.fileno()
-                ).st_mtime_ns
+                owner = dict(json.loads(opened.read()))
+                return owner, os.fstat(opened.fileno()).st_mtime_ns
         except FileNotFoundError:
             break
         except (ValueError, TypeError):

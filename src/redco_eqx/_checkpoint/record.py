@@ -38,7 +38,7 @@ class ArrayInfo:
 
     - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key,
         although its `jax.random.key_data` is stored.
-    - `checksum`: that of `arrays.digest`, in hexadecimal digits.
+    - `checksum`: that of `digest`, in hexadecimal digits.
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """
 
@@ -114,6 +114,7 @@ _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 _SCHEMES = ("gs", "s3", "az", "hf")
 """The schemes of addresses that Orbax opens."""
+_WITH_COLONS = tuple(f"{scheme}:" for scheme in _SCHEMES)
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -186,29 +187,30 @@ def _decode(path: pathlib.Path, content: Any) -> CheckpointInfo:
     number = content.pop("format")
     if number != FORMAT:
         raise ValueError(f"its format is {number}, but this version reads {FORMAT}")
-    run = from_json(content.pop("run"))
+    fields = from_json(content.pop("run"))
     metrics = from_json(content.pop("metrics"))
     arrays = {
         name: ArrayInfo(**{**x, "shape": _to_tuple(x["shape"])})
         for name, x in content.pop("arrays").items()
     }
-    if run is not None:
-        positions = run.get("positions")
-        if positions is not None:
-            positions = tuple(map(_to_tuple, _to_tuple(positions)))
-        run = RunRecord(
-            **{
-                **run,
-                "evaluations": _to_tuple(run["evaluations"]),
-                "positions": positions,
-            }
-        )
-        _check_kinds("run", vars(run), _OF_RUN)
+    run = None if fields is None else _decode_run(fields)
     for name, x in arrays.items():
         _check_kinds(f"arrays[{name!r}]", vars(x), _OF_ARRAY)
     info = CheckpointInfo(path=path, run=run, metrics=metrics, arrays=arrays, **content)
     _check_kinds("record", vars(info), _OF_RECORD)
     return info
+
+
+def _decode_run(fields: Any) -> RunRecord:
+    """Make the record of a run from JSON, which has lists in place of tuples. Raises as
+    `_decode` does."""
+    positions = fields.get("positions")
+    if positions is not None:
+        positions = tuple(map(_to_tuple, _to_tuple(positions)))
+    evaluations = _to_tuple(fields["evaluations"])
+    run = RunRecord(**{**fields, "evaluations": evaluations, "positions": positions})
+    _check_kinds("run", vars(run), _OF_RUN)
+    return run
 
 
 def _to_tuple(x: object) -> tuple[Any, ...]:
@@ -222,17 +224,34 @@ def _to_tuple(x: object) -> tuple[Any, ...]:
 
 
 def _is_count(x: object) -> bool:
+    # In Python, `True` is an `int`.
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def _is_row(x: object) -> bool:
-    return isinstance(x, dict) and all(
-        type(number) in (int, float) for number in x.values()
-    )
+    if not isinstance(x, dict):
+        return False
+    return all(type(number) in (int, float) for number in x.values())
 
 
 def _is_text_or_none(x: object) -> bool:
     return x is None or isinstance(x, str)
+
+
+def _has_step(row: Any) -> bool:
+    return _is_row(row) and _is_count(row.get("step"))
+
+
+def _is_position(fields: Any) -> bool:
+    """Return true for the fields of a `Position`, which begin with `shard` and
+    `num_shards`."""
+    return len(fields) > 1 and all(map(_is_count, fields[:2]))
+
+
+def _are_positions_or_none(x: Any) -> bool:
+    if x is None:
+        return True
+    return len(x) > 0 and all(map(_is_position, x))
 
 
 _Kinds: TypeAlias = Mapping[str, tuple[str, Callable[[Any], bool]]]
@@ -262,22 +281,11 @@ _OF_RUN: _Kinds = {
     **dict.fromkeys(("finished", "stopped"), _BOOL),
     "evaluations": (
         "a list of rows with their steps",
-        lambda x: all(_is_row(row) and _is_count(row.get("step")) for row in x),
+        lambda x: all(map(_has_step, x)),
     ),
     "window": ("an object or null", lambda x: x is None or isinstance(x, dict)),
     **dict.fromkeys(("order", "id"), _TEXT_OR_NONE),
-    "positions": (
-        "a list of shards, or null",
-        lambda x: (
-            x is None
-            or (
-                len(x) > 0
-                and all(
-                    len(shard) > 1 and all(map(_is_count, shard[:2])) for shard in x
-                )
-            )
-        ),
-    ),
+    "positions": ("a list of shards, or null", _are_positions_or_none),
     "identity": _DICT,
 }
 
@@ -315,6 +323,7 @@ as a `ValueError`."""
 def is_damage(error: BaseException) -> bool:
     """Return false if the operating system could not read a file that exists."""
     cause: BaseException | None = error
+    # The libraries raise errors of their own from those of the operating system.
     while cause is not None:
         numbers = [int(number) for number in _IN_TEXT.findall(str(cause))]
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -383,14 +392,13 @@ def _unsuitable(path: pathlib.Path) -> str:
     if path.is_symlink() and not path.exists():
         return f"it is a link to {os.fspath(path.readlink())!r}, which does not exist"
     # The libraries that read and write checkpoints take these paths for others.
-    if path.parts[1:2] and path.parts[1] in _SCHEMES:
+    top_folder = "".join(path.parts[1:2])
+    if top_folder in _SCHEMES:
         return (
-            f"Orbax takes /{path.parts[1]} for the buckets of a cloud, even if it is a "
+            f"Orbax takes /{top_folder} for the buckets of a cloud, even if it is a "
             "folder or a mount"
         )
-    if any(
-        part.endswith(":") and part.removesuffix(":") in _SCHEMES for part in path.parts
-    ):
+    if any(part in _WITH_COLONS for part in path.parts):
         return "Orbax takes a folder with this name for the address of a bucket"
     if "\\" in str(path):
         return (

@@ -6,15 +6,16 @@ import pathlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from redco_eqx._base.tree import AnyArray, first_few, is_key, lack_of_value
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
+from redco_eqx._checkpoint.arrays import MODEL, from_names, info_of, to_names
 from redco_eqx._checkpoint.record import (
+    ArrayInfo,
     CheckpointInfo,
     entries,
     in_brief,
@@ -31,6 +32,7 @@ from redco_eqx._checkpoint.runs import (
 )
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._sharding.pieces import digests
 from redco_eqx._step.state import TrainState, check_is_state
 
 T = TypeVar("T")
@@ -96,25 +98,25 @@ def restore(
         raise ValueError(
             f'restore: only={only!r}, but it must be "model", or None for all.'
         )
-    paths = from_first(
-        lambda: [
-            path.name
-            for s, _, path in reversed(entries(directory))
-            if step in (None, s)
-        ]
-    )
-    if not paths:
+    # Process 0 lists them for all, so that all read the same.
+    names = from_first(lambda: _names_of(directory, step))
+    if not names:
         raise FileNotFoundError(f"restore: {directory} {_lack(directory, step)}")
 
     def load(path: pathlib.Path) -> TrainState:
         info = load_alike(lambda: read_record(path))
-        return read(
-            info,
-            like,
-            select(info, like, only=only, renamed=renamed, new=new, unused=unused),
-        )
+        chosen = select(info, like, only=only, renamed=renamed, new=new, unused=unused)
+        return read(info, like, chosen)
 
-    return first_good([directory / name for name in paths], load)[0]
+    state, _ = first_good([directory / name for name in names], load)
+    return state
+
+
+def _names_of(directory: pathlib.Path, step: int | None) -> list[str]:
+    """List the directories of the checkpoints of this step, or of all steps, the newest
+    first."""
+    newest_first = reversed(entries(directory))
+    return [path.name for s, _, path in newest_first if step in (None, s)]
 
 
 def _lack(directory: pathlib.Path, step: int | None) -> str:
@@ -165,14 +167,23 @@ def load_alike(load: Callable[[], T]) -> T:
     except (CheckpointError, CheckpointFormatError) as error:
         problem = error
 
-    def fail(kinds: Any) -> None:
-        if problem is not None and isinstance(problem, kinds):
-            raise problem
+    def fail_with(
+        kind: type[Exception], besides: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Raise the problem of any process, if it is of this kind, on all."""
 
-    is_damaged = isinstance(problem, DamagedError)
-    together(lambda: None if is_damaged else fail(CheckpointError), CheckpointError)
-    together(lambda: fail(CheckpointFormatError), CheckpointFormatError)
-    together(lambda: fail(DamagedError), DamagedError)
+        def fail() -> None:
+            if isinstance(problem, kind) and not isinstance(problem, besides):
+                raise problem
+
+        together(fail, kind)
+
+    # Each process makes all three calls, because a call waits for all processes. A
+    # damaged checkpoint comes last: the older one that is then read must not replace
+    # one that only this process cannot read.
+    fail_with(CheckpointError, besides=(DamagedError,))
+    fail_with(CheckpointFormatError)
+    fail_with(DamagedError)
     return cast(T, result)
 
 
@@ -203,11 +214,11 @@ def select(
     for name in {**wanted, **found}:
         mine = wanted.get(name)
         other = found.get(name)
-        if mine and other and (mine.dtype, mine.shape) == (other.dtype, other.shape):
+        if mine and other and _is_alike(mine, other):
             names.add(name)
-        elif not any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in (new if mine else unused)
-        ):
+            continue
+        allowed = new if mine else unused
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed):
             problems.append(
                 f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in "
                 "the checkpoint"
@@ -231,6 +242,10 @@ def select(
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
+def _is_alike(one: ArrayInfo, other: ArrayInfo) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
 def read(
     info: CheckpointInfo, like: TrainState, names: Mapping[str, str]
 ) -> TrainState:
@@ -245,9 +260,13 @@ def read(
     for name, stored in names.items():
         x = own[name]
         data = jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
+        # An array of NumPy has no sharding.
         sharding = getattr(x, "sharding", None) or _on_one_device()
         target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-        (targets if target.size > 0 else empty)[stored] = target
+        if target.size > 0:
+            targets[stored] = target
+        else:
+            empty[stored] = target
         _check_key(info, stored, target, x)
     arrays = load_alike(lambda: _read_arrays(info.path, targets))
     checksums, _ = digests(arrays)
@@ -395,7 +414,10 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
     """
     leaves = {}
     matched = set()
-    for path in (name.partition("/")[2] for name in names if name.startswith(MODEL)):
+    for name in names:
+        if not name.startswith(MODEL):
+            continue
+        _, _, path = name.partition("/")
         leaves[path] = path
         for old in sorted(paths, key=len):  # if several match, the longest counts
             if f"{path}.".startswith(f"{old}."):
@@ -410,15 +432,13 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
     for name in names:
         prefix, _, path = name.partition("/")
         parts = path.split(".")
-        ends = [
-            ".".join(parts[i:])
-            for i in range(len(parts) if prefix == "optimizer" else 1)
-        ]
+        # `0.mu.layers.0.weight` ends with the path of a leaf.
+        num_ends = len(parts) if prefix == "optimizer" else 1
+        ends = [".".join(parts[i:]) for i in range(num_ends)]
         end = next((x for x in ends if x in leaves), "")  # the longest one
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")
-    if twice := [
-        name for name, count in Counter(renamed.values()).items() if count > 1
-    ]:
+    counts = Counter(renamed.values())
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             "restore: `renamed` gives two arrays of the checkpoint the name "
             f"{twice[0]}."

@@ -25,19 +25,18 @@ from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.arrays import (
+from redco_eqx._checkpoint.arrays import storable, to_names
+from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
+from redco_eqx._data.checksums import checksum
+from redco_eqx._distributed.consensus import Facts, agree, is_shared
+from redco_eqx._sharding.pieces import (
     Starts,
     digest,
     indices,
     mix,
     over_pieces,
-    storable,
     summed,
-    to_names,
 )
-from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
-from redco_eqx._data.checksums import checksum
-from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.passes import on_arrays
 from redco_eqx._step.state import TrainState, state_mesh

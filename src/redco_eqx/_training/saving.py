@@ -10,7 +10,7 @@ import jax
 import optax
 
 from redco_eqx._base.tree import first_few
-from redco_eqx._checkpoint.arrays import digests, storable, to_names
+from redco_eqx._checkpoint.arrays import storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import (
     CheckpointInfo,
@@ -29,6 +29,7 @@ from redco_eqx._checkpoint.runs import (
 )
 from redco_eqx._data.data import Position
 from redco_eqx._distributed.consensus import from_first, together
+from redco_eqx._sharding.pieces import digests
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._step.window import Window
 from redco_eqx._training.course import Plan, TrainingInterrupted
