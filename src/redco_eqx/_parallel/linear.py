@@ -99,9 +99,9 @@ def split_layer(
     It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and
     LoRA branch), and the features on that side divide evenly into units and shards.
     """
-    from redco_eqx._sharding.matrices import read_model  # only if a layer is split
+    from redco_eqx._sharding.matrices import root_node  # only if a layer is split
 
-    matrix = read_model(layer).matrix
+    matrix = root_node(layer).matrix
     if matrix is None:
         return None
     dims = {node.path: dim for node, dim in matrix.cut(split).items()}

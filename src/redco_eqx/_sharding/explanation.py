@@ -94,8 +94,10 @@ class Explanation:
     @property
     def _laid_out(self) -> "Analysis | None":
         """The analysis with the overrides, or `None` if it cannot follow them."""
+        if self._analysis is None:
+            return None
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
-        return None if self._analysis is None else self._analysis.laid_out(dims)
+        return self._analysis.laid_out(dims)
 
     @property
     def stored(self) -> "dict[str, Stored]":
@@ -103,15 +105,13 @@ class Explanation:
         from redco_eqx._dataflow.prediction import Stored
 
         fsdp = axis_size(self.mesh, "fsdp")
-        parts = (
-            (d, axis_size(self.mesh, stored_axes(d.spec)))
-            for d in self.decisions.values()
-        )
-        return {
-            d.path: Stored(float(d.bytes_per_device * num), num, fsdp)
-            for d, num in parts
-            if num > 1
-        }
+        found = {}
+        for d in self.decisions.values():
+            num_parts = axis_size(self.mesh, stored_axes(d.spec))
+            if num_parts > 1:
+                gathered = float(d.bytes_per_device * num_parts)
+                found[d.path] = Stored(gathered, num_parts, fsdp)
+        return found
 
     @property
     def bytes_per_device(self) -> int:
@@ -121,7 +121,9 @@ class Explanation:
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         rows = [("path", "shape", "spec", "role", "per device", "reason")]
         for path, count, d in _collapse(self.decisions):
-            size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            size = size_text(d.bytes_per_device)
+            if count > 1:
+                size += f" x{count}"
             entries = ["+".join(axes_in(entry)) or "-" for entry in d.spec]
             entries += ["-"] * (len(d.shape) - len(d.spec))
             rows.append(
@@ -155,10 +157,9 @@ def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decisi
         key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
         groups.setdefault(key, []).append((words, d))
     for members in groups.values():
-        columns = enumerate(zip(*(words for words, _ in members)))
-        path = "".join(
-            _numbers(column) if i % 2 else column[0] for i, column in columns
-        )
+        path = ""
+        for i, column in enumerate(zip(*(words for words, _ in members))):
+            path += _numbers(column) if i % 2 else column[0]
         yield path, len(members), members[0][1]
 
 
@@ -167,7 +168,7 @@ def _numbers(texts: Sequence[str]) -> str:
     values = sorted({int(text) for text in texts})
     if len(values) == 1:
         return str(values[0])
-    is_run = values[-1] - values[0] == len(values) - 1
-    return (
-        f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
-    )
+    has_no_gap = values[-1] - values[0] == len(values) - 1
+    if has_no_gap:
+        return f"[{values[0]}-{values[-1]}]"
+    return f"[{','.join(map(str, values))}]"

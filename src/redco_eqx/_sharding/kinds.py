@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.matrices import TABLE_NAMES, Node, read_model
+from redco_eqx._sharding.matrices import TABLE_NAMES, Node, root_node
 
 Kind: TypeAlias = Literal["matrix", "table", "norm", "bias", "other"]
 
@@ -47,7 +47,7 @@ def parameter_kinds(model: PyTree) -> dict[str, Kind]:
         The last is possible only in modules of your own whose arrays have names that do
         not say what they are.
     """
-    return {leaf.path: _kind(leaf) for leaf in read_model(model).arrays()}
+    return {leaf.path: _kind(leaf) for leaf in root_node(model).arrays()}
 
 
 _NORM_NAMES = re.compile(r"(^|_)(\w*norm\d*|ln|scale|gamma|gain)\d*($|_)")
@@ -65,17 +65,15 @@ def _kind(leaf: Node) -> Kind:
         return "norm"
     if owner.table is not None and leaf is owner.table.weight:
         return "table"
-    if name in ("weight", "kernel") and any(
-        hasattr(owner.value, size) for size in _LAYER_SIZES
-    ):
+    is_layer = any(hasattr(owner.value, size) for size in _LAYER_SIZES)
+    if is_layer and name in ("weight", "kernel"):
         return "matrix"
     # Then by name. A size of 1 counts no features, as in (1, 1, features).
     num_dims = sum(size > 1 for size in leaf.shape[leaf.stack :])
     is_low = _may_be_stacked(leaf)
     may_be_vector = num_dims == 1 or is_low
-    if may_be_vector and any(
-        _NORM_NAMES.search(node.name.lower()) for node in (leaf, owner)
-    ):
+    has_norm_name = _NORM_NAMES.search(name) or _NORM_NAMES.search(owner.name.lower())
+    if may_be_vector and has_norm_name:
         return "norm"
     if num_dims > 1 and TABLE_NAMES.search(name):
         return "table"
@@ -98,16 +96,17 @@ def _may_be_stacked(leaf: Node) -> bool:
     """
     rank = len(leaf.shape) - leaf.stack
     around = leaf.parent
-    while (
-        around is not None and around.stack == leaf.stack and not around.has_known_rank
-    ):
+    while around is not None and around.stack == leaf.stack:
+        if around.has_known_rank:
+            # `stack` then counts all of its dims that stand for layers.
+            return False
         shapes = [x.shape[leaf.stack :] for x in around.arrays()]
         ranks = [len(shape) for shape in shapes]
-        if (
-            min(ranks) >= 2
-            and max(ranks) > rank
-            and len({shape[0] for shape in shapes}) == 1
-        ):
+        has_no_vector = min(ranks) >= 2
+        has_more_dims = max(ranks) > rank
+        # With a vector, the first sizes may be equal for another reason: those of a
+        # Linear are `(out, in)` and `(out,)`.
+        if has_no_vector and has_more_dims and len({x[0] for x in shapes}) == 1:
             return True
         around = around.parent
     return False

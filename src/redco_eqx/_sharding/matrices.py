@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxtyping import PyTree
 
@@ -54,32 +55,51 @@ class Node:
     def has_known_rank(self) -> bool:
         """True if the type of some module below says how many dims its weight has
         without stacked copies."""
-        return any(_own_stack(node) is not None for node in self.walk())
+        return any(_own_stack(node) is not None for node in self.nodes())
 
     def child(self, *names: str) -> "Node | None":
         """The first direct child that is an array with one of these names."""
         return next((c for c in self.children if c.name in names and c.is_array), None)
 
-    def walk(self) -> "Iterator[Node]":
+    def nodes(self) -> "Iterator[Node]":
+        """This node and every node below, each before its children."""
         yield self
         for child in self.children:
-            yield from child.walk()
+            yield from child.nodes()
 
     def arrays(self) -> "list[Node]":
-        return [node for node in self.walk() if node.is_array]
+        return [node for node in self.nodes() if node.is_array]
 
     def matrices(self) -> "list[Matrix]":
         """Every matrix below this node. A wrapped matrix counts once."""
         if self.matrix is not None:
             return [self.matrix]
-        return [matrix for child in self.children for matrix in child.matrices()]
+        found = []
+        for child in self.children:
+            found += child.matrices()
+        return found
 
     def attribute(self, *names: str) -> int | None:
         """The first positive int among these attributes of the module or of the
         module's `config`."""
-        owners = (self.value, getattr(self.value, "config", None))
-        found = [getattr(owner, name, None) for owner in owners for name in names]
-        return next((x for x in found if type(x) is int and x > 0), None)
+        for owner in (self.value, getattr(self.value, "config", None)):
+            for name in names:
+                x = getattr(owner, name, None)
+                if type(x) is int and x > 0:
+                    return x
+        return None
+
+
+class Follower(NamedTuple):
+    """An array that is cut with a matrix: its bias, or a factor of its LoRA branch.
+
+    - `split`: the split of the matrix that cuts it; under the other one, it is whole.
+    - `dim`: the dim that is cut.
+    """
+
+    node: Node
+    split: str
+    dim: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,9 +112,7 @@ class Matrix:
     out_dim: int
     parts: int = 1  # number of fused matrices, separated by a dim before `out_dim`
     bias: Node | None = None
-    # The bias and the factors of a LoRA branch: each with the split that cuts it, and
-    # the dim that is cut.
-    followers: list[tuple[Node, str, int]] = dataclasses.field(default_factory=list)
+    followers: list[Follower] = dataclasses.field(default_factory=list)
 
     @property
     def in_size(self) -> int:
@@ -108,47 +126,49 @@ class Matrix:
         """The dim of each array that a `column` or `row` split cuts, or `None` if the
         array stays whole."""
         dims = {self.weight: {"column": self.out_dim, "row": self.in_dim}.get(split)}
-        return dims | {
-            node: dim if split == own else None for node, own, dim in self.followers
-        }
+        for follower in self.followers:
+            dims[follower.node] = follower.dim if follower.split == split else None
+        return dims
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of the matrix's path below `scope`, in lower case."""
         return self.node.path.removeprefix(scope.path).strip(".").lower().split(".")
 
 
-def read_model(model: PyTree) -> Node:
-    """Read a model and return the root node. Arrays that `eqx.nn.Shared` ties appear
-    once."""
-    root = _read(model, "", "", None)
+def root_node(model: PyTree) -> Node:
+    """Return the root node of a model. Arrays that `eqx.nn.Shared` ties appear once."""
+    root = _node(model, "", "", None)
     _find_stacks(root, 0)
-    for node in root.walk():
+    # Each loop needs what the one before has found in all nodes below.
+    for node in root.nodes():
         _find_matrix(node)
-    for node in root.walk():
+    for node in root.nodes():
         _attach_lora(node)
-    for node in root.walk():
-        if isinstance(node.value, list | tuple) and all(
-            len(c.matrices()) > 1 for c in node.children
-        ):
+    for node in root.nodes():
+        is_list = isinstance(node.value, list | tuple)
+        # A list whose elements have one matrix each is itself a chain, as in an MLP.
+        if is_list and all(len(c.matrices()) > 1 for c in node.children):
             for child in node.children:
                 child.is_block = True
     return root
 
 
-def _read(value: PyTree, path: str, name: str, parent: Node | None) -> Node:
+def _node(value: PyTree, path: str, name: str, parent: Node | None) -> Node:
     node = Node(path, name, value, parent)
-    node.children = [
-        _read(child, join(path, key), key, node) for key, child in children(value)
-    ]
+    for key, child in children(value):
+        node.children.append(_node(child, join(path, key), key, node))
     return node
 
 
 def _find_stacks(node: Node, stack: int) -> None:
     """Set `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims
     than their type says."""
-    known = [own for own in map(_own_stack, node.walk()) if own is not None]
+    known = [own for own in map(_own_stack, node.nodes()) if own is not None]
+    most = min(known, default=stack)
     shapes = [leaf.shape for leaf in node.arrays()]
-    while known and min(known) > stack and len({s[: stack + 1] for s in shapes}) == 1:
+    # All arrays of a stack begin with the number of its layers. Otherwise, the stack is
+    # further inside.
+    while stack < most and len({shape[: stack + 1] for shape in shapes}) == 1:
         stack += 1
     node.stack = stack
     node.is_block = node.parent is not None and stack > node.parent.stack
@@ -162,12 +182,15 @@ def _own_stack(node: Node) -> int | None:
     weight = node.child("weight", "kernel")
     if weight is None or len(weight.shape) < 2:
         return None
+    rank = len(weight.shape)
     window = getattr(node.value, "kernel_size", None)
     out = getattr(node.value, "out_features", None)
-    if isinstance(window, tuple):
-        return len(weight.shape) - 2 - len(window)
+    if isinstance(window, tuple):  # (out, in, *window)
+        return rank - 2 - len(window)
+    if isinstance(out, tuple):  # fused matrices
+        return rank - 3
     if out is not None or hasattr(node.value, "num_embeddings"):
-        return len(weight.shape) - (3 if isinstance(out, tuple) else 2)
+        return rank - 2
     return None
 
 
@@ -187,16 +210,17 @@ def _find_matrix(node: Node) -> None:
     rank = len(weight.shape) - stack
     window = getattr(node.value, "kernel_size", None)
     out = getattr(node.value, "out_features", None)
-    is_named = "embed" in type(node.value).__name__.lower() or TABLE_NAMES.search(
+    has_name = "embed" in type(node.value).__name__.lower() or TABLE_NAMES.search(
         node.name
     )
-    is_table = hasattr(node.value, "num_embeddings") or (
-        is_named and not hasattr(node.value, "in_features")
-    )
+    # A Linear may have such a name, too, as the head `embed_out`.
+    is_by_name = has_name and not hasattr(node.value, "in_features")
+    is_table = hasattr(node.value, "num_embeddings") or is_by_name
     if is_table and rank == 2:
         node.table = Matrix(node, weight, stack, stack + 1)
         return
     if node.attribute("groups") not in (None, 1):
+        # Each group of outputs depends on its own inputs, so it is no matrix.
         return
     if isinstance(window, tuple) and rank == 2 + len(window):
         dims = (stack + 1, stack)
@@ -204,33 +228,31 @@ def _find_matrix(node: Node) -> None:
     elif isinstance(out, tuple) and rank == 3:
         # Matrices of the same shape, separated by a dim: `(in, parts, out)` or
         # `(parts, out, in)`.
-        dims = (
-            (stack, stack + 2)
-            if out == weight.shape[stack + 1 :]
-            else (stack + 2, stack + 1)
-        )
+        dims = (stack + 2, stack + 1)
+        if out == weight.shape[stack + 1 :]:
+            dims = (stack, stack + 2)
         parts = out[0]
     elif rank == 2:
-        dims = (
-            (stack + 1, stack)
-            if _is_out_first(node, weight, bias)
-            else (stack, stack + 1)
-        )
+        dims = (stack, stack + 1)
+        if _is_out_first(node, weight, bias):
+            dims = (stack + 1, stack)
         parts = 1
     else:
         return
     node.matrix = Matrix(node, weight, *dims, parts=parts)
+    # The bias of fused matrices has the shape `(parts, out)`.
     bias_dim = stack + (parts > 1)
-    if bias is not None and bias.shape[bias_dim:][:1] == (
-        weight.shape[node.matrix.out_dim],
-    ):
+    out_size = weight.shape[node.matrix.out_dim]
+    if bias is not None and bias.shape[bias_dim:][:1] == (out_size,):
         node.matrix.bias = bias
-        node.matrix.followers.append((bias, "column", bias_dim))
+        # A row split sums the outputs over the shards, and adds the bias after that.
+        node.matrix.followers.append(Follower(bias, "column", bias_dim))
 
 
 def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
     first, second = weight.shape[-2:]
-    out = getattr(node.value, "out_features", None if bias is None else bias.shape[-1])
+    num_biases = None if bias is None else bias.shape[-1]
+    out = getattr(node.value, "out_features", num_biases)
     if first != second and out in (first, second):
         return out == first
     # Some models call a Linear that is stored (in, out) a Conv1D, which is what it was
@@ -240,25 +262,27 @@ def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
 
 def _attach_lora(node: Node) -> None:
     """Combine a matrix and the branch `in -> rank -> out` beside it into one matrix."""
-    factors = {
-        c.name.lower(): c if c.is_array else c.child("weight", "kernel")
-        for c in node.children
-    }
+    factors = {}
+    for c in node.children:
+        # A factor is an array, or a module that has one.
+        factors[c.name.lower()] = c if c.is_array else c.child("weight", "kernel")
     down = factors.get("lora_a")
     up = factors.get("lora_b")
     bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
     if down is None or up is None or len(bases) != 1 or node.matrix is not None:
         return
     (base,) = bases
-    if base.in_size in down.shape[-2:] and base.out_size in up.shape[-2:]:
-        for factor, split, size in (
-            (down, "row", base.in_size),
-            (up, "column", base.out_size),
-        ):
-            base.followers.append(
-                (factor, split, node.stack + factor.shape[-2:].index(size))
-            )
-        base.node, node.matrix = node, base
+    has_in = base.in_size in down.shape[-2:]
+    has_out = base.out_size in up.shape[-2:]
+    if has_in and has_out:
+        # Each factor is split along the side that it shares with the matrix. The rank
+        # between them stays whole.
+        in_dim = node.stack + down.shape[-2:].index(base.in_size)
+        out_dim = node.stack + up.shape[-2:].index(base.out_size)
+        base.followers.append(Follower(down, "row", in_dim))
+        base.followers.append(Follower(up, "column", out_dim))
+        base.node = node
+        node.matrix = base
 
 
 # Chains: matrices of a module that follow one another.
@@ -270,10 +294,8 @@ def named(names: str, name: str) -> bool:
 
     Examples are `to_q`, `wq`, `q_proj`, `c_proj` and `fc_out`.
     """
-    return (
-        re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name)
-        is not None
-    )
+    pattern = rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?"
+    return re.fullmatch(pattern, name) is not None
 
 
 _KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
@@ -306,8 +328,8 @@ class Link:
 def is_guess(chain: list[Link]) -> bool:
     """True if no name gives the order of the matrices in the chain: they could also be
     an attention layer."""
-    unknown = [matrix for link in chain if not link.is_known for matrix in link.members]
-    return len(unknown) > 1 and not any(link.is_last for link in chain)
+    num_unknown = sum(len(link.members) for link in chain if not link.is_known)
+    return num_unknown > 1 and not any(link.is_last for link in chain)
 
 
 def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
@@ -327,26 +349,27 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
     }
     left = list(links)
 
+    def is_before(a: Link, b: Link) -> bool:
+        if not a.feeds(b):
+            return False
+        has_one_order = is_list or not b.feeds(a)
+        return has_one_order or rank[a] > rank[b]
+
     def next_of(a: Link) -> Link | None:
         others = links[links.index(a) + 1 :][:1] if is_list else left
-        return next(
-            (
-                b
-                for b in others
-                if a.feeds(b) and (is_list or not b.feeds(a) or rank[a] > rank[b])
-            ),
-            None,
-        )
+        return next((b for b in others if is_before(a, b)), None)
 
     chains: list[list[Link]] = []
     for link in links:
-        after = link if link in left and next_of(link) is not None else None
+        if link not in left or next_of(link) is None:
+            continue
         chain: list[Link] = []
+        after: Link | None = link
         while after is not None:
             left.remove(after)
             chain.append(after)
             after = next_of(after)
-        chains += [chain] if chain else []
+        chains.append(chain)
     return [*chains, *([link] for link in left)]
 
 
@@ -362,21 +385,24 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     stems = [path[-1].rstrip("0123456789") for path in paths]
     shapes = [(matrix.in_size, matrix.out_size) for matrix in matrices]
     series = Counter(stems)
-    runs = Counter(zip(stems, shapes))
+    num_alike = Counter(zip(stems, shapes))
     links: dict[tuple[object, ...], Link] = {}
     for matrix, path, stem, shape in zip(matrices, paths, stems, shapes):
         name = path[-1]
         is_square = shape[0] == shape[1]
-        is_last = named(_LAST, path[-1])
-        is_alone = is_square and (is_last or (stem != name and runs[stem, shape] > 1))
-        link = links.setdefault(
-            (path[0] if is_list else "", shape, name if is_alone else ""),
-            Link(*shape, []),
+        is_last = named(_LAST, name)
+        is_numbered = stem != name
+        # Only square matrices may follow matrices of the same shape.
+        is_alone = is_square and (
+            is_last or (is_numbered and num_alike[stem, shape] > 1)
         )
+        element = path[0] if is_list else ""
+        own_name = name if is_alone else ""
+        link = links.setdefault((element, shape, own_name), Link(*shape, []))
         link.is_last = is_last
         # Two or three numbered names are an order (`conv1`, `conv2`); four could be an
         # attention layer.
-        is_series = stem != name and 1 < series[stem] < 4
+        is_series = is_numbered and 1 < series[stem] < 4
         link.is_known = is_list or not is_square or is_last or is_series
         link.members.append(matrix)
     return list(links.values())

@@ -37,16 +37,14 @@ def give_threads() -> None:
     with 0.12.0, the test program ran with one thread per device. No upstream issue is
     known.
     """
-    flags = re.findall(
-        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
-    num_devices = max(
-        [getattr(jax.config, "jax_num_cpu_devices", -1), *map(int, flags)]
-    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    # The older way to set the number, which JAX still accepts.
+    counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    configured = getattr(jax.config, "jax_num_cpu_devices", -1)
+    num_devices = max([configured, *map(int, counts)])
     if num_devices > 1:  # XLA reads this when it makes the client
-        os.environ.setdefault(
-            "PJRT_NPROC", str(max(3 * num_devices, os.cpu_count() or 1))
-        )
+        num_threads = max(3 * num_devices, os.cpu_count() or 1)
+        os.environ.setdefault("PJRT_NPROC", str(num_threads))
 
 
 A = ParamSpec("A")
@@ -106,14 +104,12 @@ def make_mesh(
         "make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data
     )
     inner = fsdp * tensor
-    found = (
-        f"there are {len(devices)} ({devices[0].platform})"
-        if devices
-        else "there are none"
-    )
-    fills = data == -1 and len(devices) % inner == 0
+    found = "there are none"
+    if devices:
+        found = f"there are {len(devices)} ({devices[0].platform})"
     num_needed = f"a multiple of {inner}" if data == -1 else data * inner
-    data = len(devices) // inner if fills else data
+    if data == -1 and len(devices) % inner == 0:
+        data = len(devices) // inner
     # With several processes, those left out may be a whole process.
     leaves_some_out = jax.process_count() > 1 and data * inner < len(devices)
     if not 0 < data * inner <= len(devices) or leaves_some_out:
@@ -147,9 +143,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
             'jax.sharding.Mesh(mesh.devices, ("data", "tensor")), with such a name for '
             "each of your axes."
         )
-    explicit = [
-        a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto
-    ]
+    types = zip(mesh.axis_names, mesh.axis_types)
+    explicit = [axis for axis, kind in types if kind != AxisType.Auto]
     if explicit:
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh "
@@ -219,7 +214,10 @@ def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | No
 
 def axes_of(spec: PartitionSpec) -> list[str]:
     """Every axis that a spec names."""
-    return [name for entry in spec for name in axes_in(entry)]
+    names: list[str] = []
+    for entry in spec:
+        names += axes_in(entry)
+    return names
 
 
 STORED = ("fsdp", "tensor")
@@ -234,13 +232,11 @@ this library gives the order this meaning. In JAX, it is an order of devices.
 def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """The axes that split an array only where it is stored: `fsdp`, and any `tensor`
     after it in an entry."""
-    return (
-        STORED
-        if STORED in tuple(spec)
-        else ("fsdp",)
-        if "fsdp" in axes_of(spec)
-        else ()
-    )
+    if STORED in tuple(spec):
+        return STORED
+    if "fsdp" in axes_of(spec):
+        return ("fsdp",)
+    return ()
 
 
 def as_stored(
@@ -262,20 +258,18 @@ def as_stored(
 def for_use(spec: PartitionSpec) -> PartitionSpec:
     """The spec of an array that is gathered over its `stored_axes`."""
     stored = stored_axes(spec)
-    return PartitionSpec(
-        *(
-            tuple(axis for axis in axes_in(entry) if axis not in stored)
-            for entry in spec
-        )
-    )
+    entries = []
+    for entry in spec:
+        entries.append(tuple(axis for axis in axes_in(entry) if axis not in stored))
+    return PartitionSpec(*entries)
 
 
 def tensor_dim(spec: PartitionSpec) -> int | None:
     """The dim that `tensor` splits for use; `None` if it splits none."""
-    return next(
-        (dim for dim, entry in enumerate(for_use(spec)) if "tensor" in axes_in(entry)),
-        None,
-    )
+    for dim, entry in enumerate(for_use(spec)):
+        if "tensor" in axes_in(entry):
+            return dim
+    return None
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
@@ -310,6 +304,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
         # `jax.device_put` takes no keys.
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if isinstance(x, jax.Array) and is_key(x):
+        # The data of keys has one more dim, which this spec leaves whole.
         data = put_global(
             jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec)
         )
@@ -337,20 +332,20 @@ def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
     """
 
     @functools.wraps(function)
-    def run(*args: A.args, **kwargs: A.kwargs) -> R:
+    def call(*args: A.args, **kwargs: A.kwargs) -> R:
         with context_of(args, kwargs):
             return function(*args, **kwargs)
 
-    return run
+    return call
 
 
 def _mesh_on(x: Any) -> Any:
     """Return the mesh of an array. This also works during tracing."""
-    sharding = (
-        jax.typeof(x).sharding
-        if isinstance(x, jax.Array)
-        else getattr(x, "sharding", None)
-    )
+    if isinstance(x, jax.Array):
+        # A traced array has no `sharding`, but its type has one.
+        sharding = jax.typeof(x).sharding
+    else:
+        sharding = getattr(x, "sharding", None)
     return getattr(sharding, "mesh", None)
 
 
@@ -363,13 +358,25 @@ def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
     device, or the inside of a `shard_map`.
     """
     for x in jax.tree.leaves(trees):
-        if isinstance(x, jax.Array):
-            mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-            if not mesh.empty:
-                known = any(axis in mesh.shape for axis in AXES)
-                return (
-                    mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
-                )
+        if not isinstance(x, jax.Array):
+            continue
+        mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+        if mesh.empty:
+            continue
+        is_known = any(axis in mesh.shape for axis in AXES)
+        is_auto = set(mesh.axis_types) == {AxisType.Auto}
+        return mesh if is_known and is_auto else None
+    return None
+
+
+def _own_mesh(trees: Any) -> AbstractMesh | None:
+    """The first mesh among some trees, or else the mesh of the first array that has
+    one."""
+    leaves = jax.tree.leaves(trees)
+    own = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
+    for mesh in own or map(_mesh_on, leaves):
+        if mesh is not None and not mesh.empty:
+            return mesh.abstract_mesh
     return None
 
 
@@ -383,14 +390,9 @@ def context_of(*trees: Any) -> Iterator[None]:
     Raises `ValueError` under a `jit`, because there the mesh cannot be unset.
     """
     found = jax.sharding.get_abstract_mesh()
-    leaves = [] if found.empty or found.manual_axes else jax.tree.leaves(trees)
-    own = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
-    meshes = (
-        x.abstract_mesh
-        for x in own or map(_mesh_on, leaves)
-        if x is not None and not x.empty
-    )
-    mesh = next(meshes, None)
+    mesh = None
+    if not found.empty and not found.manual_axes:
+        mesh = _own_mesh(trees)
     if mesh is None or mesh == found:
         yield
         return

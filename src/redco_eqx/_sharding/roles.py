@@ -9,7 +9,8 @@ to its parent, up to the block.
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -21,7 +22,7 @@ from redco_eqx._sharding.matrices import (
     find_chains,
     is_guess,
     named,
-    read_model,
+    root_node,
 )
 
 
@@ -47,7 +48,7 @@ class Role:
 
 def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     """The role of each array of `model`, by path, on a `tensor` axis of size `size`."""
-    return _Resolver(read_model(model), size).resolve()
+    return _Resolver(root_node(model), size).resolve()
 
 
 _HEADS = (
@@ -77,30 +78,29 @@ def find_attention(
     It consists of query, key and value (as three matrices or as one) and the output
     projection.
     """
-    *separate, fused = [
-        [m for m in matrices if named(names, m.name_in(scope)[-1])]
-        for names in (
-            "q|query|queries",
-            "k|key|keys",
-            "v|value|values",
-            "qkv|query_key_value|attn|in",
-        )
-    ]
-    if [len(one) for one in separate] == [1, 1, 1]:
-        inputs = [m for one in separate for m in one]
+
+    def with_name(names: str) -> list[Matrix]:
+        return [m for m in matrices if named(names, m.name_in(scope)[-1])]
+
+    queries = with_name("q|query|queries")
+    keys = with_name("k|key|keys")
+    values = with_name("v|value|values")
+    fused = with_name("qkv|query_key_value|attn|in")
+    if len(queries) == len(keys) == len(values) == 1:
+        inputs = [*queries, *keys, *values]
         query, key, value = inputs
+        # Several heads of the query may share one of key and value.
         width = value.out_size * (query.out_size // key.out_size)
-    elif len(fused) == 1 and not separate[0]:
+    elif len(fused) == 1 and not queries:
         inputs = fused
         width = fused[0].out_size // 3
     else:
         return None
     for output in matrices:
-        says_so = any(
-            named("o|out|output|dense|proj", name)
-            for name in output.name_in(scope)[-2:]
-        )
-        if says_so and output.in_size == width and output not in inputs:
+        # Some models put it in a list: `to_out.0`.
+        ends = output.name_in(scope)[-2:]
+        has_name = any(named("o|out|output|dense|proj", name) for name in ends)
+        if has_name and output.in_size == width and output not in inputs:
             return inputs, output
     return None
 
@@ -117,6 +117,7 @@ def _head_counts(
     while node is not None:
         heads = node.attribute(*_HEADS)
         if heads is not None and query.out_size % heads == 0:
+            # All heads have the same width.
             by_width = max(1, heads * key.out_size // query.out_size)
             return heads, node.attribute(*_KV_HEADS) or by_width
         node = node.parent
@@ -134,15 +135,15 @@ class _Resolver:
         self.size = size
         self.roles: dict[str, Role] = {}
         self.guesses: set[str] = set()  # paths
-        tables = [
-            node.table
-            for node in root.walk()
-            if node.table and not _SMALL_TABLES.search(node.name)
-        ]
-        self.vocabularies = {(table.in_size, table.out_size) for table in tables}
+        self.vocabularies: set[tuple[int, int]] = set()  # (rows, features)
+        for node in root.nodes():
+            if node.table and not _SMALL_TABLES.search(node.name):
+                self.vocabularies.add((node.table.in_size, node.table.out_size))
 
     def resolve(self) -> dict[str, Role]:
-        for node in self.root.walk():
+        # The first decision about an array stays, so the strongest evidence comes
+        # first: types, then matrices by names and shapes, then what is left.
+        for node in self.root.nodes():
             self._by_type(node)
         self._singles(self._collect(self.root))
         for leaf in self.root.arrays():
@@ -182,14 +183,10 @@ class _Resolver:
                 self._set(leaf, name or split, reason, dim)
             elif dim is not None:
                 self._set(leaf, name or split, "follows its weight", dim)
+            elif leaf is matrix.bias and split == "row":
+                self._set(leaf, "vector", "added once, after the sum over shards")
             elif leaf is matrix.bias:
-                self._set(
-                    leaf,
-                    "vector",
-                    "added once, after the sum over shards"
-                    if split == "row"
-                    else reason,
-                )
+                self._set(leaf, "vector", reason)
             else:
                 self._set(
                     leaf, "lora", "LoRA: between the rank and a side that is whole"
@@ -212,18 +209,17 @@ class _Resolver:
                 "each shard looks up its own rows",
                 node.table.in_dim,
             )
-        for router in (
-            c.matrix
-            for c in node.children
-            if c.matrix and _ROUTER_NAMES.fullmatch(c.name)
-        ):
-            self._experts(node, router)
+        for child in node.children:
+            if child.matrix and _ROUTER_NAMES.fullmatch(child.name):
+                self._experts(node, child.matrix)
 
     def _experts(self, node: Node, router: Matrix) -> None:
         """Split the experts in `node`, the module that holds both the experts and their
         router. Each shard holds some complete experts, or a part of every expert if the
         block that computes the experts sets `expert_split`.
         """
+        # A matrix with the name of a router (the gate of an MLP, for example) is one
+        # only if it has an output for each expert beside it.
         count = router.out_size
         for child in node.children:
             is_list = (
@@ -235,16 +231,15 @@ class _Resolver:
             )
             if is_list or is_stack:
                 self._split(router, "whole", "every shard routes every token", "router")
-            for matrix in child.matrices() if is_stack else ():
+            if not is_stack:
+                continue
+            for matrix in child.matrices():
                 if split := getattr(matrix.node.value, "expert_split", None):
                     self._split(matrix, split, "each shard has a part of each expert")
-            for leaf in child.arrays() if is_stack and count % self.size == 0 else ():
-                self._set(
-                    leaf,
-                    "expert",
-                    f"each shard holds {count // self.size} experts",
-                    node.stack,
-                )
+            if count % self.size == 0:
+                reason = f"each shard holds {count // self.size} experts"
+                for leaf in child.arrays():
+                    self._set(leaf, "expert", reason, node.stack)
 
     # Decisions for matrices, from the inside out.
 
@@ -264,13 +259,13 @@ class _Resolver:
             self._attention(node, *attention)
             left = self._open(left)
         blocks = [
-            below for below in node.walk() if below.is_block and below is not node
+            below for below in node.nodes() if below.is_block and below is not node
         ]
         if blocks:
             # A matrix beside a stack of blocks is applied before or after all of them.
-            streams = {
-                block.matrices()[0].in_size for block in blocks if block.matrices()
-            }
+            # The first matrix of a block reads the stream that goes through the blocks.
+            firsts = [block.matrices()[:1] for block in blocks]
+            streams = {first[0].in_size for first in firsts if first}
             self._singles(left, streams)
             return []
         self._chains(node, left)
@@ -281,29 +276,36 @@ class _Resolver:
 
     def _attention(self, scope: Node, inputs: list[Matrix], output: Matrix) -> None:
         query, *key_value = inputs
-        heads, kv_heads = _head_counts(scope, query, (key_value or inputs)[0])
+        key = key_value[0] if key_value else query
+        heads, kv_heads = _head_counts(scope, query, key)
         self.guesses -= {m.weight.path for m in inputs}
-        if (heads or output.in_size) % self.size:
-            what = self._indivisible(
-                "heads" if heads else "attention width", heads or output.in_size
-            )
+        # The scores of a head are sums over its features, which a split inside the head
+        # would have to add over the shards. If the number of heads is not known, only
+        # the width can be checked.
+        if heads:
+            what = "heads"
+            num_units = heads
+        else:
+            what = "attention width"
+            num_units = output.in_size
+        if num_units % self.size:
+            reason = self._indivisible(what, num_units)
             for matrix in (*inputs, output):
-                self._split(matrix, "whole", what)
+                self._split(matrix, "whole", reason)
             return
         if key_value:
             self._split(query, "column", f"query: {heads or 'its'} heads split")
         else:
-            crossed = (
-                ""
-                if query.parts > 1
-                else ": an even split crosses their borders and costs permutes"
-            )
-            self._split(query, "column", f"fused query, key, value{crossed}")
+            reason = "fused query, key, value"
+            if query.parts == 1:
+                reason += ": an even split crosses their borders and costs permutes"
+            self._split(query, "column", reason)
+        # Several heads of the query may share one of key and value, so these may have
+        # too few to split.
         for matrix in key_value:
             if kv_heads and kv_heads % self.size:
-                self._split(
-                    matrix, "whole", self._indivisible("key/value heads", kv_heads)
-                )
+                reason = self._indivisible("key/value heads", kv_heads)
+                self._split(matrix, "whole", reason)
             else:
                 self._split(matrix, "column", "key/value: split by heads, as the query")
         self._split(
@@ -311,9 +313,9 @@ class _Resolver:
         )
 
     def _chains(self, scope: Node, matrices: list[Matrix]) -> None:
-        """Split each run of two or more consecutive matrices."""
-        for m in matrices if len(matrices) > 1 else ():
-            if "shortcut" in m.node.name:
+        """Split each chain of two or more consecutive matrices."""
+        for m in matrices:
+            if len(matrices) > 1 and "shortcut" in m.node.name:
                 # If it were split, its output would have to be gathered before it is
                 # added to the output of the others.
                 self._split(
@@ -324,10 +326,12 @@ class _Resolver:
         ]
         for chain in find_chains(scope, inner):
             if is_guess(chain):
-                self.guesses |= {m.weight.path for link in chain for m in link.members}
-            for link, (split, reason) in zip(
-                chain, alternate(chain, self.size) if len(chain) > 1 else ()
-            ):
+                for link in chain:
+                    self.guesses |= {m.weight.path for m in link.members}
+            if len(chain) == 1:
+                # A module around this one may have a matrix before or after it.
+                continue
+            for link, (split, reason) in zip(chain, alternate(chain, self.size)):
                 for matrix in link.members:
                     self._split(matrix, split, reason)
 
@@ -344,31 +348,31 @@ class _Resolver:
         keeps = [
             m for m in matrices if m.in_size == m.out_size and m.in_size in streams
         ]
+        kept_widths = {m.in_size for m in keeps}
         for m in matrices:
-            is_read = m.in_size in streams
-            is_fed = m.out_size in streams
-            if (m.out_size, m.in_size) in self.vocabularies or _HEAD_NAMES.fullmatch(
-                m.node.name
-            ):
+            takes_stream = m.in_size in streams
+            gives_stream = m.out_size in streams
+            # A head maps the features of a table to its rows.
+            has_shape = (m.out_size, m.in_size) in self.vocabularies
+            is_head = has_shape or _HEAD_NAMES.fullmatch(m.node.name)
+            is_one_of_two = m in keeps and len(keeps) > 1
+            is_narrow = m.out_size < m.in_size
+            if is_head:
                 self._split(
                     m,
                     "column",
                     "head: logits stay split over the vocabulary",
                     "vocabulary",
                 )
-            elif (is_fed and not is_read) or (m in keeps and len(keeps) > 1):
+            elif (gives_stream and not takes_stream) or is_one_of_two:
                 self._split(
                     m, "whole", "feeds the blocks, whose stream stays whole", "input"
                 )
-            elif (
-                is_read
-                and m.out_size < m.in_size
-                and m.in_size not in [a.out_size for a in keeps]
-            ):
+            elif takes_stream and is_narrow and m.in_size not in kept_widths:
                 self._split(
                     m, "column", "a head: its output is gathered where it is used"
                 )
-            elif m.in_size > m.out_size and m.in_size % self.size == 0:
+            elif is_narrow and m.in_size % self.size == 0:
                 self._split(m, "row", "alone, narrowing: the smaller side is summed")
             elif m.out_size % self.size == 0:
                 self._split(
@@ -379,6 +383,24 @@ class _Resolver:
 
 
 # The split of consecutive matrices.
+
+
+class _Way(NamedTuple):
+    """The splits of the first links of a chain. Two ways compare by these fields, in
+    this order.
+
+    - `num_whole`: the number of links that stay whole, although they could be columns.
+    - `cost`: the features that collectives return.
+    - `splits`: one for each link.
+    """
+
+    num_whole: int
+    cost: int
+    splits: tuple[str, ...]
+
+    def then(self, split: str, cost: int, num_whole: int = 0) -> "_Way":
+        """Split one more link at this cost."""
+        return _Way(self.num_whole + num_whole, self.cost + cost, (*self.splits, split))
 
 
 def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
@@ -395,65 +417,64 @@ def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
     # whether the activation between them is split. So only the best way to reach each
     # of the two cases is kept, and each way is extended by each split of the next link:
     #
-    #   link needs its input leaves its output communicates whole whole whole nothing
-    #   column whole split the input's gradient, summed: in_size row split whole its
-    #   output, summed: out_size; if its input came whole
-    #                                                    and is cut here, the gradient,
+    #   link     needs its input    leaves its output    communicates
+    #   whole    whole              whole                nothing
+    #   column   whole              split                the input's gradient, summed:
+    #                                                    in_size
+    #   row      split              whole                its output, summed: out_size;
+    #                                                    if its input came whole and is
+    #                                                    cut here, the gradient,
     #                                                    gathered: in_size
     #
     # A split activation that the next link needs whole is gathered, and its gradient is
     # summed: 2 * in_size.
     #
-    # best[is the activation split]: (links left whole, cost, splits), compared in this
-    # order.
-    best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
+    # The keys of `best` tell whether the activation is split.
+    best = {False: _Way(0, 0, ())}
     for index, link in enumerate(chain):
         in_divides = link.in_size % size == 0
         out_divides = link.out_size % size == 0
-        is_paired = any(b.in_size % size == 0 for b in chain[max(index, 1) : index + 2])
-        options: dict[bool, list[tuple[int, int, list[str]]]] = {False: [], True: []}
-        for is_split, (whole, cost, splits) in best.items():
+        # A split pays only in a pair, whose second link takes a split input: this link,
+        # unless it is the first one, or the next link.
+        seconds = chain[max(index, 1) : index + 2]
+        is_paired = any(second.in_size % size == 0 for second in seconds)
+        options: dict[bool, list[_Way]] = {False: [], True: []}
+        for is_split, way in best.items():
             gather = 2 * link.in_size if is_split else 0
             # Only a link that could be a column counts as left whole, because a few
             # outputs are not worth a reduction.
-            options[False].append(
-                (whole + out_divides, cost + gather, [*splits, "whole"])
-            )
+            options[False].append(way.then("whole", gather, num_whole=int(out_divides)))
             if is_paired and out_divides:
-                options[True].append(
-                    (whole, cost + gather + link.in_size, [*splits, "column"])
-                )
+                options[True].append(way.then("column", gather + link.in_size))
             if is_paired and in_divides:
                 back = 0 if is_split else link.in_size
-                options[False].append(
-                    (whole, cost + link.out_size + back, [*splits, "row"])
-                )
+                options[False].append(way.then("row", link.out_size + back))
         best = {is_split: min(ways) for is_split, ways in options.items() if ways}
-    gather = {False: 0, True: chain[-1].out_size}
-    _, _, splits = min(
-        (whole, cost + gather[after], splits)
-        for after, (whole, cost, splits) in best.items()
-    )
+    if True in best:
+        # The user of the last activation needs it whole.
+        split_way = best[True]
+        best[True] = split_way._replace(cost=split_way.cost + chain[-1].out_size)
+    splits = min(best.values()).splits
     return [
         (split, _reason(link, splits, i, size))
         for i, (link, split) in enumerate(zip(chain, splits))
     ]
 
 
-def _reason(link: Link, splits: list[str], i: int, size: int) -> str:
-    if splits[i] == "column" and splits[i + 1 : i + 2] == ["row"]:
-        siblings = (
-            f", with {len(link.members) - 1} sibling" if len(link.members) > 1 else ""
-        )
+def _reason(link: Link, splits: Sequence[str], i: int, size: int) -> str:
+    before = splits[i - 1] if i > 0 else ""
+    after = splits[i + 1] if i + 1 < len(splits) else ""
+    if splits[i] == "column" and after == "row":
+        siblings = ""
+        if len(link.members) > 1:
+            siblings = f", with {len(link.members) - 1} sibling"
         return f"opens a pair: its {link.out_size} outputs stay split{siblings}"
     if splits[i] == "column":
         return "last of an odd chain: its output is gathered where it is used"
+    if splits[i] == "row" and before == "column":
+        return f"closes a pair: its {link.out_size} outputs are summed"
     if splits[i] == "row":
-        is_paired = splits[i - 1 : i] == ["column"]
-        before = (
-            "closes a pair: its" if is_paired else "unpaired: its input is cut, its"
-        )
-        return f"{before} {link.out_size} outputs are summed"
+        return f"unpaired: its input is cut, its {link.out_size} outputs are summed"
     return (
         "consecutive, but no pair of its dims and its neighbours' is divisible by "
         f"tensor={size}"

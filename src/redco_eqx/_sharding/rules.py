@@ -149,15 +149,15 @@ def explain(
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     # The explanation must not hold the memory of the model.
-    model = jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
-        ),
-        model,
-    )
-    return explain_by(
-        analysis_of(model, mesh, loss_fn, batch, chosen), model, mesh, chosen
-    )
+    model = jax.tree.map(_without_values, model)
+    analysis = analysis_of(model, mesh, loss_fn, batch, chosen)
+    return explain_by(analysis, model, mesh, chosen)
+
+
+def _without_values(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x
 
 
 def check_arguments(
@@ -207,9 +207,9 @@ def analysis_of(
     if loss_fn is None and batch is None:
         return None
     if loss_fn is None or batch is None:
-        given, missing = (
-            ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
-        )
+        given, missing = "loss_fn", "batch"
+        if loss_fn is None:
+            given, missing = missing, given
         raise ValueError(
             f"shard_rules: {given} is given, but not {missing}. Pass both to let the "
             "traced program decide. Pass neither to let the path rules decide, by "
@@ -245,8 +245,11 @@ def analyse(
 
     def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
         x = arrays[path]
-        role = Role("buffer" if is_buffer else "whole", "", dim, stack)
-        spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
+        if path in chosen:
+            _, spec = chosen[path]
+        else:
+            role = Role("buffer" if is_buffer else "whole", "", dim, stack)
+            spec, *_ = _spec(x, role, mesh)
         return float(_shard_bytes(x, spec, mesh))
 
     # With arrays split over `fsdp`, the steps recompute all but products, see
@@ -298,10 +301,15 @@ def explain_by(
         decisions[path] = Decision(
             path, tuple(x.shape), x.dtype, spec, role, reason, num_bytes, is_guess
         )
-    specs = iter(decisions.values())
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model
-    )
+    # `to_arrays` has the arrays in the order of `jax.tree.map`.
+    in_order = iter(decisions.values())
+
+    def sharding_of(leaf: Any) -> NamedSharding | None:
+        if not is_array(leaf):
+            return None
+        return NamedSharding(mesh, next(in_order).spec)
+
+    shardings = jax.tree.map(sharding_of, model)
     return Explanation(decisions, shardings, mesh, analysis)
 
 
@@ -352,11 +360,8 @@ def _spec(
 
 
 def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    return (
-        math.prod(x.shape)
-        * getattr(x.dtype, "itemsize", 4)
-        // axis_size(mesh, axes_of(spec))
-    )
+    num_bytes = math.prod(x.shape) * getattr(x.dtype, "itemsize", 4)
+    return num_bytes // axis_size(mesh, axes_of(spec))
 
 
 def match_overrides(
@@ -411,9 +416,11 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
         for d in decisions.values()
     )
     is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
-    if is_much or any(
+    # Other roles that keep an array whole, such as a norm, do so on purpose.
+    has_large = any(
         d.role == "whole" and d.bytes_per_device >= LARGE_BYTES for d in whole
-    ):
+    )
+    if is_much or has_large:
         lines = [
             f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every "
             f"device: {d.reason}"
