@@ -26,15 +26,15 @@ def num_flops(program: Jaxpr, *, recomputed: bool = True) -> float:
     and kernels do not count, and without `recomputed`, neither do operations that a
     `jax.checkpoint` repeats.
     """
-    return sum((_of(equation, recomputed) for equation in program.eqns), 0.0)
+    return sum((_flops_of(equation, recomputed) for equation in program.eqns), 0.0)
 
 
-def _of(equation: JaxprEqn, recomputed: bool) -> float:
+def _flops_of(equation: JaxprEqn, recomputed: bool) -> float:
     name = equation.primitive.name
     params = equation.params
-    if not recomputed and "rematted_computation" in str(
-        equation.source_info.name_stack
-    ):
+    # JAX puts this name around operations that a `jax.checkpoint` repeats.
+    is_repeated = "rematted_computation" in str(equation.source_info.name_stack)
+    if is_repeated and not recomputed:
         return 0.0
     inside = [
         num_flops(program, recomputed=recomputed)
@@ -44,14 +44,16 @@ def _of(equation: JaxprEqn, recomputed: bool) -> float:
         return max(inside)
     if name == "scan":
         return sum(inside) * params["length"]
-    if name == "shard_map":  # the body is what one device computes
-        return sum(inside) * axis_size(
-            params["mesh"], sorted(params["newly_manual_axes"])
-        )
+    if name == "shard_map":
+        # The body is what one device computes. Axes that it leaves to the compiler do
+        # not split its shapes.
+        axes = sorted(params["newly_manual_axes"])
+        return sum(inside) * axis_size(params["mesh"], axes)
     depth = _depth(equation)
-    return sum(
-        inside, 2.0 * math.prod(shape_of(equation.outvars[0])) * depth if depth else 0.0
-    )
+    if not depth:
+        return sum(inside, 0.0)
+    num_results = math.prod(shape_of(equation.outvars[0]))
+    return sum(inside, 2.0 * num_results * depth)
 
 
 def _depth(equation: JaxprEqn) -> float:
@@ -60,20 +62,22 @@ def _depth(equation: JaxprEqn) -> float:
     name = equation.primitive.name
     params = equation.params
     if name == "conv_general_dilated":
+        # A number of the result sums over the kernel of one output. The first entry of
+        # `rhs_spec` is the dim of outputs.
         kernel = shape_of(equation.invars[1])
         return math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
     if name not in ("dot_general", "ragged_dot_general"):
         return 0.0
     ragged = params.get("ragged_dot_dimension_numbers")
-    (contracted, _), _ = (
-        params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-    )
+    numbers = params.get("dimension_numbers")
+    if ragged is not None:
+        numbers = ragged.dot_dimension_numbers
+    (contracted, _), _ = numbers
     depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
-    # If the sum is within each group, the groups are the first dim of the result.
-    is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(
-        contracted
-    )
-    return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
+    if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
+        # The sum is within each group, and the groups are the first dim of the result.
+        return depth / shape_of(equation.outvars[0])[0]
+    return depth
 
 
 # The memory of a device during a step.
@@ -126,24 +130,19 @@ _PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)"
 
 def peak_by_message(message: str) -> int | None:
     """Read the peak from the message of a compiler that ran out of memory."""
-    found = next(
-        filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None
-    )
-    return (
-        None
-        if found is None
-        else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
-    )
+    for pattern in _PEAKS:
+        if found := re.search(pattern, message):
+            number, unit = found.groups()
+            return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))
+    return None
 
 
 def _bytes(tree: PyTree) -> int:
     """Add up the bytes of all arrays, on one device."""
     total = 0
     for x in filter(is_array, jax.tree.leaves(tree)):
-        shape = (
-            x.sharding.shard_shape(x.shape)
-            if isinstance(x.sharding, NamedSharding)
-            else x.shape
-        )
+        shape = x.shape
+        if isinstance(x.sharding, NamedSharding):
+            shape = x.sharding.shard_shape(shape)
         total += math.prod(shape) * x.dtype.itemsize
     return total

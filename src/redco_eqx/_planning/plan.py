@@ -88,10 +88,8 @@ class MeshPlan:
         ]
         lines += table(_of_memory(best.memory, self.capacity), right=(1,))
         if not self.fits:
-            lines += [
-                "",
-                _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP,
-            ]
+            is_state = best.memory.arguments > self.capacity
+            lines += ["", _FOR_STATE if is_state else _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
         return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3))])
@@ -112,12 +110,8 @@ def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
         ("batch", gib(memory.batch)),
     ]
     if memory.temporaries is not None:
-        rows.append(
-            (
-                f"temporaries (all gradients: {gib(memory.gradients)})",
-                gib(memory.temporaries),
-            )
-        )
+        name = f"temporaries (all gradients: {gib(memory.gradients)})"
+        rows.append((name, gib(memory.temporaries)))
     peak = "?" if memory.peak is None else gib(memory.peak)
     return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
 
@@ -127,9 +121,10 @@ def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
         ("considered", "predicted ms", "peak GiB", "MiB sent", "outcome")
     ]
     for trial in trials[:MOST]:
+        predicted = f"{1000 * trial.seconds:.2f}"
         peak = "" if trial.memory.peak is None else gib(trial.memory.peak)
-        numbers = f"{1000 * trial.seconds:.2f}", peak, f"{trial.sent_bytes / 2**20:.0f}"
-        rows.append((str(trial), *numbers, trial.verdict))
+        sent = f"{trial.sent_bytes / 2**20:.0f}"
+        rows.append((str(trial), predicted, peak, sent, trial.verdict))
     if len(trials) > MOST:
         rows.append((f"and {len(trials) - MOST} more", "", "", "", ""))
     return rows
@@ -226,23 +221,20 @@ def plan(
     check_positive(
         "plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device
     )
-    counts = (
-        tuple(num_microbatches)
-        if isinstance(num_microbatches, Iterable)
-        else (num_microbatches,)
-    )
+    if isinstance(num_microbatches, Iterable):
+        counts = tuple(num_microbatches)
+    else:
+        counts = (num_microbatches,)
     for count in counts:
         check_positive("plan", num_microbatches=count)
-    on = find_target(target)
-    capacity = (
-        int(on.chip.memory * (1 - RESERVE))
-        if bytes_per_device is None
-        else bytes_per_device
-    )
+    chosen = find_target(target)
+    capacity = bytes_per_device
+    if capacity is None:
+        capacity = int(chosen.chip.memory * (1 - RESERVE))
     if not capacity:
+        kind = chosen.devices[0].device_kind
         raise ValueError(
-            f"plan: the memory of devices of kind {on.devices[0].device_kind!r} is not "
-            "known. Pass "
+            f"plan: the memory of devices of kind {kind!r} is not known. Pass "
             'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
         )
     is_model = any(map(is_array, jax.tree.leaves(model)))
@@ -259,45 +251,47 @@ def plan(
     num_rows = next(
         (x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1
     )
+    num_devices = len(chosen.devices)
     if mesh is not None and not set(mesh) <= set(AXES):
         raise ValueError(
             f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}."
         )
-    sizes = (
-        meshes(len(on.devices), num_rows) if mesh is None else [dict[str, Any](mesh)]
-    )
-    on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
-    if any(each.size != len(on.devices) for each in on_meshes):
+    sizes: Iterable[dict[str, Any]] = [dict(mesh or {})]
+    if mesh is None:
+        sizes = meshes(num_devices, num_rows)
+    all_meshes = [make_mesh(**each, devices=chosen.devices) for each in sizes]
+    if any(each.size != num_devices for each in all_meshes):
         raise ValueError(
-            f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} "
-            "devices."
+            f"plan: mesh={mesh} must use exactly the target's {num_devices} devices."
         )
-    on_meshes = [each for each in on_meshes if num_rows % num_batch_shards(each) == 0]
+    tried_meshes = [x for x in all_meshes if num_rows % num_batch_shards(x) == 0]
 
-    def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
+    def trials_of(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yield the ways to train a model with these values of its options, which is
         traced once."""
         key = jax.random.key(0)
-        # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are not
-        # trained.
-        shapes = (
-            model
-            if is_model
-            else eqx.combine(*trace_arrays(functools.partial(model, **values), key)[1:])
-        )
+        shapes = model
+        if not is_model:
+            # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are
+            # not trained.
+            make_model = functools.partial(model, **values)
+            _, arrays, static = trace_arrays(make_model, key)
+            shapes = eqx.combine(arrays, static)
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
         # Independent of how many of the other devices `fsdp` has, if any.
         @functools.cache
         def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
-            fsdp = len(on.devices) // tensor if has_fsdp else 1
-            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=on.devices)
-            found = analyse(traced, shapes, mesh)
-            split = with_activations(found, mesh) if traced.splits else None
-            return [found] if split is None else [found, split]
+            fsdp = num_devices // tensor if has_fsdp else 1
+            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=chosen.devices)
+            found = [analyse(traced, shapes, mesh)]
+            if traced.splits:
+                split = with_activations(found[0], mesh)
+                found += [] if split is None else [split]
+            return found
 
-        for mesh in on_meshes:
+        for mesh in tried_meshes:
             tensor = mesh.shape["tensor"]
             num_shards = num_batch_shards(mesh)
             has_fsdp = mesh.shape["fsdp"] > 1
@@ -308,45 +302,43 @@ def plan(
             # If no weight is stored split, compilers for TPU and GPU sum gradients once
             # for all microbatches.
             is_for_each = has_fsdp or not merged
-            for splits, found in enumerate(analyses(tensor, has_fsdp)):
-                own_options = (
-                    {**values, "split_activations": bool(splits)}
-                    if traced.splits
-                    else values
-                )
+            for i, found in enumerate(analyses(tensor, has_fsdp)):
+                own_options = values
+                if traced.splits:
+                    own_options = {**values, "split_activations": i == 1}
                 explained = explain_by(found, shapes, mesh)
                 placed = jax.tree.map(_of_model, shapes, explained.shardings)
                 state = init_state(placed, optimizer, key=key, trainable=trainable)
-                memory = memory_of(state, local)
+                # `tensor` divides only the work of the products that it splits.
                 work = found.costs.work
                 share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
-                own = flops / num_shards * (share / tensor + 1 - share)
+                own_flops = flops / num_shards * (share / tensor + 1 - share)
                 once, *for_batch = sent_by_axes(
                     found, explained.stored, merged=merged, narrowed=narrows(mesh)
                 )
                 for count in counts:
-                    if num_rows % (num_shards * count) == 0:
-                        sent = once + sum(for_batch) * (count if is_for_each else 1)
-                        yield Trial(
-                            mesh,
-                            own_options,
-                            count,
-                            state,
-                            local,
-                            on,
-                            memory,
-                            own,
-                            sent,
-                        )
+                    if num_rows % (num_shards * count) != 0:
+                        continue
+                    num_times = count if is_for_each else 1
+                    yield Trial(
+                        mesh=mesh,
+                        options=own_options,
+                        num_microbatches=count,
+                        state=state,
+                        batch=local,
+                        target=chosen,
+                        memory=memory_of(state, local),
+                        flops=own_flops,
+                        predicted_bytes=once + sum(for_batch) * num_times,
+                    )
 
     options = options or {}
-    variants = [
-        dict(zip(options, values)) for values in itertools.product(*options.values())
-    ]
-    trials = [trial for values in variants for trial in ways(values)]
+    trials: list[Trial] = []
+    for values in itertools.product(*options.values()):
+        trials += trials_of(dict(zip(options, values)))
     if not trials:
         raise ValueError(
-            f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} "
+            f"plan: no mesh of {num_devices} devices splits a batch of {num_rows} "
             f"evenly into {' or '.join(map(str, counts))} microbatches. Use a batch "
             "size that divides."
         )
@@ -354,28 +346,24 @@ def plan(
 
     def compile(trial: Trial) -> Trial:
         if progress:
-            print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
+            line = f"plan: compiling {trial} for {chosen.name}"
+            print(line, file=sys.stderr, flush=True)
         function = loss_fn if trial.options.get("split_activations") else plain
-        return attempt(
-            trial,
-            functools.partial(train_step, loss_fn=function, optimizer=optimizer),
-            capacity,
-        )
+        step = functools.partial(train_step, loss_fn=function, optimizer=optimizer)
+        return attempt(trial, step, capacity)
 
-    return MeshPlan(
-        on, capacity, search(trials, compile, capacity, max_compilations, num_rows)
-    )
+    found = search(trials, compile, capacity, max_compilations, num_rows)
+    return MeshPlan(chosen, capacity, found)
 
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:
-    return (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
-    )
+    if not is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _of_model(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     """As `_placed`, but an array of NumPy is a constant, as wide as JAX stores it."""
-    is_constant = isinstance(x, np.ndarray)
-    return (
-        np.asarray(x, jax.numpy.result_type(x)) if is_constant else _placed(x, sharding)
-    )
+    if isinstance(x, np.ndarray):
+        return np.asarray(x, jax.numpy.result_type(x))
+    return _placed(x, sharding)

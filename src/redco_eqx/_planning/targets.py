@@ -172,9 +172,10 @@ def find_target(target: str | Sequence[Any] | None) -> Target:
     - `ImportError` if the compiler is not installed.
     """
     if not isinstance(target, str):
-        devices = tuple(
-            jax.devices() if target is None else target if np.iterable(target) else ()
-        )
+        if target is None:
+            devices = tuple(jax.devices())
+        else:
+            devices = tuple(target) if np.iterable(target) else ()
         if not devices:
             raise ValueError(
                 f"plan: target={target!r} has no devices. Pass devices, or a name such "
@@ -201,22 +202,37 @@ def chip_of(device: Any) -> Chip | None:
     """Find the data sheet of a device of this machine, or `None` if its kind is not
     known."""
     known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
-    return known.get(
-        device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
-    )
+    # JAX calls a v5e "TPU v5 lite".
+    kind = device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
+    return known.get(kind)
 
 
 def _present(device: Any) -> Chip:
     """Describe a device of this machine."""
     chip = chip_of(device) or _UNKNOWN
-    return dataclasses.replace(
-        chip, memory=int((device.memory_stats() or {}).get("bytes_limit", chip.memory))
-    )
+    # A CPU has no statistics.
+    statistics = device.memory_stats() or {}
+    memory = int(statistics.get("bytes_limit", chip.memory))
+    return dataclasses.replace(chip, memory=memory)
 
 
-_COMPILERS = {  # the modules of the compiler, the package to install, the size of that
-    "TPU": (("libtpu",), "jax[tpu]", "700 MB"),
-    "GPU": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "jax[cuda12]", "5.5 GB"),
+class _Compiler(NamedTuple):
+    """A compiler for devices that are not present.
+
+    - `modules`: those that may have it.
+    - `package`, `size`: the package that installs it, and its size.
+    """
+
+    modules: tuple[str, ...]
+    package: str
+    size: str
+
+
+_COMPILERS = {
+    "TPU": _Compiler(("libtpu",), "jax[tpu]", "700 MB"),
+    "GPU": _Compiler(
+        ("jax_cuda12_plugin", "jax_cuda13_plugin"), "jax[cuda12]", "5.5 GB"
+    ),
 }
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -245,6 +261,7 @@ def _topology(name: str) -> tuple[Any, ...]:
             os.environ.setdefault(variable, value)
         given = {"platform": "tpu", "topology_name": name}
         if kind == "v4":
+            # The two cores of a chip are one device, as JAX has them on a v4.
             given["chip_config_name"] = "megacore"
     else:
         given = {

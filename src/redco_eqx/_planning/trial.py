@@ -63,11 +63,9 @@ class Trial:
     def sent_bytes(self) -> float:
         """Bytes that a device sends in a step by the ring algorithm: as compiled, or
         else as predicted."""
-        return (
-            self.predicted_bytes
-            if self.communication is None
-            else self.communication.total.sent_bytes
-        )
+        if self.communication is None:
+            return self.predicted_bytes
+        return self.communication.total.sent_bytes
 
     @property
     def seconds(self) -> float:
@@ -102,32 +100,38 @@ def attempt(
     step = functools.partial(
         step, num_microbatches=trial.num_microbatches, shardings=layout
     )
+    # Donated, as in a run, so that the new state takes the memory of the old one.
     lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
     found = None
     failure = ""
     try:
         compiled = lowered.compile(compiler_options=dict(trial.target.compiler_options))
         found = communication(compiled, trial.mesh)
-        peak = memory_bytes(compiled)[0]
+        peak, _ = memory_bytes(compiled)
     except jax.errors.JaxRuntimeError as error:
+        # Some compilers refuse a program that is too large.
         message = str(error)
         peak = peak_by_message(message)
         if "RESOURCE_EXHAUSTED" not in message:
             failure = f"does not compile: {message.strip().splitlines()[0][:200]}"
-    fits = found is not None and peak is not None and peak <= capacity
-    needed = "more than a device has" if peak is None else f"{gib(peak)} GiB"
-    is_refused = found is None and peak is not None and peak <= capacity
-    limit = (
-        "more than the compiler allows"
-        if is_refused
-        else f"but {gib(capacity)} GiB are available"
-    )
+    is_small = peak is not None and peak <= capacity
+    fits = is_small and found is not None
+    if failure:
+        verdict = failure
+    elif fits:
+        verdict = "fits"
+    else:
+        needed = "more than a device has" if peak is None else f"{gib(peak)} GiB"
+        limit = f"but {gib(capacity)} GiB are available"
+        if is_small:
+            limit = "more than the compiler allows"
+        verdict = f"needs {needed}, {limit}"
     return dataclasses.replace(
         trial,
         memory=dataclasses.replace(trial.memory, peak=peak),
         communication=found,
         fits=fits,
-        verdict=failure or ("fits" if fits else f"needs {needed}, {limit}"),
+        verdict=verdict,
     )
 
 
@@ -162,7 +166,8 @@ def search(
     best = math.inf
     reason = "max_compilations is reached"
 
-    def place(x: Trial) -> tuple[bool, int, float]:
+    def order(x: Trial) -> tuple[bool, int, float]:
+        # Trials that seem to fit differ only in their time.
         return (
             x.memory.arguments > capacity,
             max(_likely_bytes(x, tried), capacity),
@@ -171,19 +176,22 @@ def search(
 
     try:
         while len(tried) < most:
-            hopeful = sorted((x for x in left if x.seconds <= CLOSE * best), key=place)
-            if not hopeful or (tried and hopeful[0].memory.arguments > capacity):
+            hopeful = [x for x in left if x.seconds <= CLOSE * best]
+            if not hopeful:
                 break
-            tried.append(compile(hopeful[0]))
-            left.remove(hopeful[0])
-            best = min(best, tried[-1].seconds) if tried[-1].fits else best
+            # Found anew each time, because a compiled trial tells about the others.
+            next_trial = min(hopeful, key=order)
+            if tried and next_trial.memory.arguments > capacity:
+                break
+            tried.append(compile(next_trial))
+            left.remove(next_trial)
+            if tried[-1].fits:
+                best = min(best, tried[-1].seconds)
         least = min(tried, key=_rank)
+        # Microbatches of one row on a device.
         count = num_rows // num_batch_shards(least.mesh)
-        if (
-            not least.fits
-            and least.memory.arguments <= capacity
-            and count > least.num_microbatches
-        ):
+        can_shrink = count > least.num_microbatches
+        if not least.fits and least.memory.arguments <= capacity and can_shrink:
             smaller = [compile(dataclasses.replace(least, num_microbatches=count))]
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -200,7 +208,8 @@ def search(
             verdict = f"predicted to take {slower:.2f} times as long"
         return dataclasses.replace(trial, verdict=verdict)
 
-    first, *others = [*sorted(tried, key=_rank), *map(untried, sorted(left, key=place))]
+    rest = map(untried, sorted(left, key=order))
+    first, *others = [*sorted(tried, key=_rank), *rest]
     return first, *smaller, *others
 
 
@@ -218,4 +227,6 @@ def _likely_bytes(trial: Trial, tried: Sequence[Trial]) -> int:
 
 def _rank(trial: Trial) -> tuple[bool, float, float]:
     peak = math.inf if trial.memory.peak is None else float(trial.memory.peak)
-    return not trial.fits, trial.seconds if trial.fits else peak, peak
+    if trial.fits:
+        return False, trial.seconds, peak
+    return True, peak, peak
