@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from redco_eqx._base.tree import ring_bytes, size_text, table
 from redco_eqx._compiled import hlo
 
-# Walk through the text of a compiled program, and list its collectives, with loops
-# multiplied out.
+# The collectives in the text of a compiled program, with loops multiplied out.
 
 
 KINDS = (
@@ -104,17 +103,17 @@ _CALLS = ("calls", "to_apply", "called_computations")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
-def _walk(
+def _collectives_of(
     program: hlo.HloModule, computation: str, mesh: hlo.Sizes
 ) -> Iterator[Collective]:
     """Yield the collectives of a computation in order. An asynchronous pair counts
     once. A group of one device does not communicate, and does not count. Raises
     `ValueError` if the text has an unknown form."""
     lines = program.computations[computation].values()
-    starts = [
-        hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line
-    ]
-    started = {name for x in starts for name in x.operands}
+    started: set[str] = set()
+    for line in lines:
+        if '"AsyncCollectiveStart"' in line:
+            started.update(hlo.instruction(line).operands)
     for x in (hlo.instruction(line) for line in lines if _INTERESTING.search(line)):
         if x.opcode.removesuffix("-start") in KINDS:
             # For TPU, a collective that is fused with other work is printed in each
@@ -123,26 +122,24 @@ def _walk(
                 yield from _collective(program, computation, mesh, x)
         elif x.opcode == "while":
             num_trips = hlo.trip_count(program, computation, x)
-            num_tests = num_trips if num_trips is None else num_trips + 1
+            # The condition is also computed after the last trip.
+            num_tests = None if num_trips is None else num_trips + 1
             for key, times in (("body", num_trips), ("condition", num_tests)):
-                for c in _walk(program, x.names(key)[0], mesh):
+                for c in _collectives_of(program, x.names(key)[0], mesh):
                     yield replace(c, loops=(times, *c.loops))
         elif x.opcode == "conditional":
             branches = [
-                list(_walk(program, callee, mesh))
-                for key in _BRANCHES
-                for callee in x.names(key)
+                list(_collectives_of(program, callee, mesh))
+                for callee in _names_in(x, _BRANCHES)
             ]
-            for c in max(
-                branches, key=lambda branch: sum(c.total_bytes for c in branch)
-            ):
+            for c in max(branches, key=_total_bytes):
                 yield replace(c, conditional=True)
         elif not x.opcode.endswith(("-update", "-done")):
-            for callee in (callee for key in _CALLS for callee in x.names(key)):
+            for callee in _names_in(x, _CALLS):
                 # On TPU, this is an all-reduce fused with the slice of it that a device
                 # keeps.
                 is_scatter = callee.startswith("all-reduce-scatter")
-                for c in _walk(program, callee, mesh):
+                for c in _collectives_of(program, callee, mesh):
                     if is_scatter and c.kind == "all-reduce":
                         c = replace(
                             c,
@@ -150,6 +147,17 @@ def _walk(
                             **_described(program, computation, x, x.shape),
                         )
                     yield c
+
+
+def _names_in(x: hlo.Instruction, attributes: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for attribute in attributes:
+        names += x.names(attribute)
+    return names
+
+
+def _total_bytes(collectives: Iterable[Collective]) -> int:
+    return sum(c.total_bytes for c in collectives)
 
 
 def _collective(
@@ -173,9 +181,13 @@ def _collective(
         shape = hlo.split_commas(shape[1:-1])[1]
     if not is_whole and not is_permute:
         axes = (f"part of {','.join(axes)}",)
-    what = _described(program, computation, x, shape)
     yield Collective(
-        kind=kind, axes=axes, group_size=group_size, loops=(), conditional=False, **what
+        kind=kind,
+        axes=axes,
+        group_size=group_size,
+        loops=(),
+        conditional=False,
+        **_described(program, computation, x, shape),
     )
 
 
@@ -183,18 +195,23 @@ def _described(
     program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str
 ) -> dict[str, Any]:
     lines = program.computations[computation]
-    told = x
     # The shapes, without their layouts in memory.
     shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))
+    # A collective that the compiler added has no name of an operation, but what it
+    # sends has one.
+    told = x
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = hlo.instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
     frame = re.search(r"\bstack_frame_id=(\d+)", told.line)
+    source = ""
+    if frame:
+        source = program.sources.get(int(frame[1]), "")
     return {
         "shapes": shapes,
         "result_bytes": sum(map(hlo.shape_bytes, shapes)),
         "operation": name[1] if name else x.name,
-        "source": program.sources.get(int(frame[1]), "") if frame else "",
+        "source": source,
     }
 
 
@@ -245,19 +262,17 @@ class Communication(tuple[Collective, ...]):
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """`{(kind, axes): count}`. A test should compare the whole dict, so that it
         allows nothing else."""
-        return {
-            key: row.count
-            for key, row in _grouped(self, lambda c: (c.kind, c.axes)).items()
-        }
+        totals = _grouped(self, lambda c: (c.kind, c.axes))
+        return {key: total.count for key, total in totals.items()}
 
     def __str__(self) -> str:
         rows = [("kind", "axes", "count", "MiB", "MiB sent", "source")]
         groups = _grouped(self, lambda c: (c.kind, c.axes, c.source, c.is_backward))
-        for (kind, axes, source, backward), total in [
-            *groups.items(),
-            (("total", (), "", False), self.total),
-        ]:
-            where = os.path.basename(source) + (" (backward)" if backward else "")
+        groups["total", (), "", False] = self.total
+        for (kind, axes, source, is_backward), total in groups.items():
+            where = os.path.basename(source)
+            if is_backward:
+                where += " (backward)"
             made = f"{total.result_bytes / 2**20:.3f}"
             sent = f"{total.sent_bytes / 2**20:.3f}"
             rows.append(
@@ -265,9 +280,8 @@ class Communication(tuple[Collective, ...]):
             )
         lines = table(rows, right=(2, 3, 4))
         bounds = (">=", "<=") if self.total.bound == "~" else (self.total.bound,)
-        return "\n".join(
-            [*lines, *(text for bound, text in _NOTES.items() if bound in bounds)]
-        )
+        lines += [text for bound, text in _NOTES.items() if bound in bounds]
+        return "\n".join(lines)
 
 
 def communication(
@@ -313,16 +327,16 @@ def communication(
             f"communication: compiled is a {name}, but must be what Lowered.compile() "
             "returns."
         )
-    program = hlo.parse(
-        compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    )
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = hlo.parse(text or "")
     if program.num_devices not in (None, mesh.size):
         raise ValueError(
             f"communication: the program is for {program.num_devices} device(s), but "
             f"the mesh has {mesh.size}: {dict(mesh.shape)}. Pass the mesh that its "
             "arguments lie on."
         )
-    return Communication(_walk(program, program.entry, tuple(mesh.shape.items())))
+    sizes = tuple(mesh.shape.items())
+    return Communication(_collectives_of(program, program.entry, sizes))
 
 
 _BOUNDS = {
@@ -377,12 +391,10 @@ def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
     # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no
     # upstream issue known).
     shardings = jax.tree.leaves(compiled.output_shardings)
-    if (
-        shardings
-        and next(iter(shardings[0].device_set)).platform == "tpu"
-        and stats.peak_memory_in_bytes
-    ):
+    platforms = {device.platform for x in shardings[:1] for device in x.device_set}
+    if "tpu" in platforms and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes, arguments
+    # Results that overwrite donated arguments take no memory of their own.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return arguments + results + stats.temp_size_in_bytes, arguments
 

@@ -74,7 +74,9 @@ class Instruction:
     def names(self, attribute: str) -> list[str]:
         """Return the names in `attribute=%name` or `attribute={%name, %name}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
-        return re.findall(r"[\w.\-]+", found[1]) if found else []
+        if found is None:
+            return []
+        return re.findall(r"[\w.\-]+", found[1])
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def parse(text: str) -> HloModule:
                 current = start[2]
                 name = None
                 computations[current] = {}
-                entries += [current] if start[1] else []
+                if start[1]:
+                    entries.append(current)
         elif line.lstrip().startswith("}"):
             current = None
         elif definition := _DEFINITION.match(line):
@@ -118,7 +121,7 @@ def parse(text: str) -> HloModule:
             computations[current][name] = line
             if definition[1]:
                 roots[current] = definition[2]
-        elif name is not None:
+        elif name is not None:  # a long instruction has several lines
             computations[current][name] += " " + line.strip()
     if len(entries) != 1:
         raise ValueError(
@@ -184,7 +187,7 @@ def shape_bytes(array: str) -> int:
     dtype = array.split("[")[0]
     # In "s4", "u32", "f16", "f8e4m3fn" and "c64", the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)
-    bits = int(width[1]) if width else _BITS.get(dtype)
+    bits = _BITS.get(dtype) if width is None else int(width[1])
     if bits is None:
         raise ValueError(
             f"communication: the width of dtype {dtype!r} (in {array}) is not known."
@@ -218,8 +221,11 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
     }
     for num_trips in range(_MOST_TRIPS):
         goes_on = _value(program, condition, program.roots[condition], [carried])
+        if goes_on is None:
+            return None
         if not goes_on:
-            return None if goes_on is None else num_trips
+            return num_trips
+        # Only numbers that are known can tell the next ones.
         known = [place for place, value in carried.items() if value is not None]
         carried = {
             place: _value(program, body, after.operands[place], [carried])
@@ -235,16 +241,19 @@ def _value(
     `arguments`."""
     x = instruction(program.computations[computation][name])
     if x.opcode == "parameter":
-        return arguments[int(x.operands[0])] if arguments else None
+        number = int(x.operands[0])
+        return arguments[number] if arguments else None
     if not re.match(r"(?:pred|[su]\d+)\[\]", x.shape):  # not a whole number
         return None
     if x.opcode == "constant":
-        return int(x.operands[0]) if re.fullmatch(r"-?\d+", x.operands[0]) else None
+        # The other constants are `true`, `false` and numbers with a point.
+        is_whole = re.fullmatch(r"-?\d+", x.operands[0])
+        return int(x.operands[0]) if is_whole else None
     if x.opcode == "get-tuple-element":
         carried = _value(program, computation, x.operands[0], arguments)
-        return (
-            carried.get(int(x.names("index")[0])) if isinstance(carried, dict) else None
-        )
+        if not isinstance(carried, dict):
+            return None
+        return carried.get(int(x.names("index")[0]))
     operands = [
         _value(program, computation, operand, arguments) for operand in x.operands
     ]
@@ -290,7 +299,8 @@ def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
     differing = {tuple(np.flatnonzero(np.ptp(x, axis=1)).tolist()) for x in coordinates}
     along = sorted(set().union(*differing))
     sizes = {len(group) for group in groups}
-    whole = len(differing) == 1 and sizes == {math.prod(shape[axis] for axis in along)}
+    num_along = math.prod(shape[axis] for axis in along)
+    whole = len(differing) == 1 and sizes == {num_along}
     return tuple(names[axis] for axis in along), whole, max(sizes)
 
 
@@ -322,11 +332,15 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
     for name, outer, inner in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped):
         size, stride = axes[name]
         num = int(inner or size)
+        # An outer part of 2 divides the axis into two halves. Inside them, `num` places
+        # follow at this distance.
         apart = stride * size // num // int(outer or 1)
         group = group - place // apart % num * apart
     devices = place
-    if listed is not None:
-        devices = _iota(listed) if "[" in listed else np.array(_numbers(listed))
+    if listed is not None and "[" in listed:
+        devices = _iota(listed)
+    elif listed is not None:
+        devices = np.array(_numbers(listed))
     return [devices[group == first].tolist() for first in np.unique(group)]
 
 
@@ -334,12 +348,10 @@ def _iota(printed: str) -> np.ndarray:
     """Read `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
     shape, _, order = printed.partition("T")
     dims = _numbers(shape)
-    return (
-        np.arange(math.prod(dims))
-        .reshape(dims)
-        .transpose(_numbers(order) if order else None)
-        .reshape(-1)
-    )
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    if order:
+        numbers = numbers.transpose(_numbers(order))
+    return numbers.reshape(-1)
 
 
 def _numbers(printed: str) -> list[int]:
