@@ -105,7 +105,11 @@ def split_layer(
     if matrix is None:
         return None
     dims = {node.path: dim for node, dim in matrix.cut(split).items()}
-    features = matrix.out_size // matrix.parts if split == "column" else matrix.in_size
+    features = matrix.in_size
+    if split == "column":
+        # Each of several fused matrices is split.
+        features = matrix.out_size // matrix.parts
+    # A convolution has more dims.
     is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
     if not is_linear or features % (num_shards * unit):
         return None
@@ -117,13 +121,15 @@ def split_layer(
         bias = own[matrix.bias.path]
         layer = from_arrays(layer, {**own, matrix.bias.path: jnp.zeros_like(bias)})
     arrays, static = eqx.partition(layer, is_array)
-    cut = [
-        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor")
-        for d in map(dims.get, own)
-    ]
-    return SplitLayer(
-        arrays, static, jax.tree.unflatten(jax.tree.structure(arrays), cut), bias
-    )
+    cut = []
+    for path in own:
+        dim = dims[path]
+        if dim is None:
+            cut.append(PartitionSpec())
+        else:
+            cut.append(PartitionSpec(*[None] * dim, "tensor"))
+    specs = jax.tree.unflatten(jax.tree.structure(arrays), cut)
+    return SplitLayer(arrays, static, specs, bias)
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
@@ -190,50 +196,65 @@ def column(
     """
     mesh = traced_mesh(layers, x)
     if mesh is None or tensor_size(mesh) == 1:
-        # The mark shows analyses without a mesh that the gradients of siblings are
-        # added up here.
-        x = marked(x) if len(layers) > 1 else x
+        if len(layers) > 1:
+            # The mark shows analyses without a mesh that the gradients of siblings are
+            # added up here.
+            x = marked(x)
         return tuple(apply(layer, x) for layer in layers)
     if sequence_parallel:
         check_sequence("column", x, mesh)
     splits = [split_layer(layer, "column", tensor_size(mesh), unit) for layer in layers]
     found = [split for split in splits if split is not None]
-    outputs = iter(_column(x, found, mesh, sequence_parallel) if found else ())
-    return tuple(
-        apply(layer, x) if split is None else next(outputs)
-        for layer, split in zip(layers, splits)
-    )
+    of_split = iter(_column(x, found, mesh, sequence_parallel) if found else ())
+    outputs = []
+    for layer, split in zip(layers, splits):
+        if split is None:
+            outputs.append(apply(layer, x))
+        else:
+            outputs.append(next(of_split))
+    return tuple(outputs)
+
+
+def _manual_axes(mesh: AbstractMesh, sequence_parallel: bool) -> set[str]:
+    """The axes that a `shard_map` does not leave to the compiler."""
+    # Beside automatic axes, gathers and scatters over a manual axis become other
+    # operations.
+    return set(mesh.axis_names) if sequence_parallel else {"tensor"}
+
+
+def _split_last(ndim: int, rows: tuple[str, ...] | None) -> PartitionSpec:
+    """The spec of an array whose last dim is split over `tensor`, and whose first one,
+    if it is another, over the axes `rows`."""
+    entries = [rows, *[None] * ndim]
+    return PartitionSpec(*entries[: ndim - 1], "tensor")
 
 
 def _column(
     x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool
 ) -> list[Array]:
-    def body(x: Array, arrays: list[PyTree[Array]]) -> list[Array]:
-        # `vary` transposes to one sum over the shards, after the siblings' gradients
-        # are added.
-        x = (
-            jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
-            if sequence_parallel
-            else vary(x, "tensor")
-        )
+    def on_shard(x: Array, arrays: list[PyTree[Array]]) -> list[Array]:
+        # Both transpose to one sum over the shards, after the siblings' gradients are
+        # added.
+        if sequence_parallel:
+            x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+        else:
+            x = vary(x, "tensor")
         return [split.apply(own, x) for split, own in zip(splits, arrays)]
 
     arrays = [split.arrays for split in splits]
     specs = [split.specs for split in splits]
     ranks = [jax.eval_shape(split.apply, split.arrays, x).ndim for split in splits]
-    # Beside automatic axes, gathers and scatters over a manual axis become other
-    # operations.
-    rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
-    inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
+    rows = None
+    spec = PartitionSpec()
+    if sequence_parallel:
+        rows = batch_axes(mesh, x.shape[0])
+        spec = PartitionSpec(rows, "tensor")
     return jax.shard_map(
-        body,
+        on_shard,
         mesh=mesh,
-        in_specs=(inner, specs),
-        out_specs=[
-            PartitionSpec(*[rows, *[None] * rank][: rank - 1], "tensor")
-            for rank in ranks
-        ],
-        axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
+        in_specs=(spec, specs),
+        out_specs=[_split_last(rank, rows) for rank in ranks],
+        axis_names=_manual_axes(mesh, sequence_parallel),
     )(x, arrays)
 
 
@@ -280,32 +301,28 @@ def row(
             "layer."
         )
     mesh = traced_mesh(layers, xs)
-    if (
-        mesh is None
-        or tensor_size(mesh) == 1
-        or (len(xs) == 1 and not sequence_parallel)
-    ):
-        return checkpoint_name(
-            _added([apply(one, x) for x, one in zip(xs, layers)]), "row_out"
-        )
+    # The compiler itself sums the output of one layer where it is split by its inputs.
+    is_plain = len(xs) == 1 and not sequence_parallel
+    if mesh is None or tensor_size(mesh) == 1 or is_plain:
+        outputs = [apply(one, x) for x, one in zip(xs, layers)]
+        return checkpoint_name(_added(outputs), "row_out")
     if sequence_parallel:
         for one in xs:
             check_sequence("row", one, mesh)
     splits = [split_layer(one, "row", tensor_size(mesh), unit) for one in layers]
-    found = [(x, split) for x, split in zip(xs, splits) if split is not None]
-    outputs = [
-        apply(one, x) for x, one, split in zip(xs, layers, splits) if split is None
-    ]
+    outputs = []
+    split_xs = []
+    found = []
+    for one_x, one, split in zip(xs, layers, splits):
+        if split is None:
+            outputs.append(apply(one, one_x))
+        else:
+            split_xs.append(one_x)
+            found.append(split)
     if found:
-        outputs.append(
-            _row(
-                [x for x, _ in found],
-                [split for _, split in found],
-                mesh,
-                sequence_parallel,
-            )
-        )
-    outputs += [split.bias for _, split in found if split.bias is not None]
+        outputs.append(_row(split_xs, found, mesh, sequence_parallel))
+    # Added once. Inside the sum over the shards, each of them would add it.
+    outputs += [split.bias for split in found if split.bias is not None]
     return checkpoint_name(_added(outputs), "row_out")
 
 
@@ -315,35 +332,33 @@ def _row(
     mesh: AbstractMesh,
     sequence_parallel: bool,
 ) -> Array:
-    def body(xs: list[Array], arrays: list[PyTree[Array]]) -> Array:
-        total = _added(
-            [split.apply(own, x) for x, split, own in zip(xs, splits, arrays)]
-        )
+    def on_shard(xs: list[Array], arrays: list[PyTree[Array]]) -> Array:
+        outputs = [split.apply(own, x) for x, split, own in zip(xs, splits, arrays)]
+        total = _added(outputs)
         if sequence_parallel:
             return jax.lax.psum_scatter(
                 total, "tensor", scatter_dimension=1, tiled=True
             )
         return psum(total, "tensor")
 
-    rows = batch_axes(mesh, xs[0].shape[0]) if sequence_parallel else None
+    rows = None
+    spec = PartitionSpec()
+    if sequence_parallel:
+        rows = batch_axes(mesh, xs[0].shape[0])
+        spec = PartitionSpec(rows, "tensor")
+    of_xs = [_split_last(x.ndim, rows) for x in xs]
+    of_arrays = [split.specs for split in splits]
     return jax.shard_map(
-        body,
+        on_shard,
         mesh=mesh,
-        in_specs=(
-            [
-                PartitionSpec(*[rows, *[None] * x.ndim][: x.ndim - 1], "tensor")
-                for x in xs
-            ],
-            [split.specs for split in splits],
-        ),
-        out_specs=PartitionSpec(rows, "tensor")
-        if sequence_parallel
-        else PartitionSpec(),
-        axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
+        in_specs=(of_xs, of_arrays),
+        out_specs=spec,
+        axis_names=_manual_axes(mesh, sequence_parallel),
     )(xs, [split.arrays for split in splits])
 
 
 def _added(outputs: list[Array]) -> Array:
+    # Without the 0 with which `sum` would begin.
     return sum(outputs[1:], outputs[0])
 
 

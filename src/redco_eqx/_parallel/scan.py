@@ -42,7 +42,7 @@ def only_real(policy: Policy) -> Policy:
 
     def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
         is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)
-        return False if is_complex else policy(primitive, *operands, **params)
+        return not is_complex and policy(primitive, *operands, **params)
 
     return keep
 
@@ -156,9 +156,11 @@ def scan_layers(
             x = apply(layer, x)
         return x
     arrays, static = eqx.partition(layers, eqx.is_array)
-    x, _ = jax.lax.scan(
-        lambda x, own: (apply(eqx.combine(own, static), x), None), x, arrays
-    )
+
+    def one_layer(x: X, own: PyTree) -> tuple[X, None]:
+        return apply(eqx.combine(own, static), x), None
+
+    x, _ = jax.lax.scan(one_layer, x, arrays)
     return x
 
 
@@ -184,12 +186,9 @@ def _held(
     sequence_parallel: bool,
 ) -> PyTree:
     """Give an array its layout between layers. Anything else stays as it is."""
-    if (
-        is_batched is None
-        or not is_array(x)
-        or x.ndim < 2
-        or (mesh is not None and mesh.size == 1)
-    ):
+    has_features = is_array(x) and x.ndim >= 2
+    is_alone = mesh is not None and mesh.size == 1
+    if is_batched is None or is_alone or not has_features:
         return x
     if mesh is None:
         with jax.named_scope("redco_eqx.stream"):
@@ -205,19 +204,19 @@ def _held(
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
     """Raise `ValueError` if there are no layers, or if the arrays of a stack disagree
     on their number."""
-    arrays = {
-        path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)
-    }
+    named = leaves_with_paths({"layers": layers})
+    arrays = {path: x for path, x in named if is_array(x)}
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}
     else:
-        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()} or {
-            "layers": 0
-        }
+        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()}
+        sizes = sizes or {"layers": 0}
     first = next(iter(sizes))
     for path, size in sizes.items():
         if size == 0:
-            what = f"{path}, {describe(arrays[path])}," if path in arrays else path
+            what = path
+            if path in arrays:
+                what = f"{path}, {describe(arrays[path])},"
             raise ValueError(
                 f"scan_layers: {what} has no layers. Pass a list of layers, or a "
                 "stack, in which the leading dim of every array is the number of "

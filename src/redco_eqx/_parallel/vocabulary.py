@@ -68,18 +68,22 @@ def embed(
     mesh = traced_mesh(table, ids)
     if sequence_parallel and tensor_size(mesh) > 1:
         check_sequence("embed", ids[..., None], mesh)
-    rows = (
-        batch_axes(mesh, ids.shape[0]) if mesh is not None and ids.ndim == 2 else None
-    )
+    rows = None
+    if mesh is not None and ids.ndim == 2:
+        rows = batch_axes(mesh, ids.shape[0])
     is_cut = tensor_size(mesh) > 1 and table.shape[0] % tensor_size(mesh) == 0
     sequence_parallel = sequence_parallel and is_cut
-    if mesh is None or not (
-        sequence_parallel or (rows and (is_cut or axis_size(mesh, "fsdp") > 1))
-    ):
+    if mesh is None:
+        return jnp.take(table, ids, axis=0)
+    is_split = is_cut or axis_size(mesh, "fsdp") > 1
+    if not sequence_parallel and not (rows and is_split):
         return jnp.take(table, ids, axis=0)
     spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
+    of_result = PartitionSpec(rows)
+    if sequence_parallel:
+        of_result = PartitionSpec(rows, "tensor")
 
-    def body(table: Array, ids: Array) -> Array:
+    def on_shard(table: Array, ids: Array) -> Array:
         # Sums the gradient over the devices once, at the end.
         table = _vary(table, spec, rows or ())
         if not is_cut:
@@ -95,12 +99,10 @@ def embed(
         return jax.lax.psum(found, "tensor")
 
     return jax.shard_map(
-        body,
+        on_shard,
         mesh=mesh,
         in_specs=(spec, PartitionSpec(rows)),
-        out_specs=PartitionSpec(rows, "tensor")
-        if sequence_parallel
-        else PartitionSpec(rows),
+        out_specs=of_result,
     )(table, ids)
 
 
@@ -183,25 +185,19 @@ def cross_entropy(
     if mesh is not None and mesh.size > 1 and hidden.ndim == 3:
         rows = batch_axes(mesh, hidden.shape[0])
     if rows is None or split is None:
-        return Mean(
-            *_chunked(
-                hidden,
-                functools.partial(apply, head),
-                labels,
-                weights,
-                num_chunks,
-                None,
-            )
-        )
-    axis = "tensor" if any(map(axes_of, jax.tree.leaves(split.specs))) else None
-    axes = (*rows, axis) if axis else rows
+        whole_head = functools.partial(apply, head)
+        sums = _chunked(hidden, whole_head, labels, weights, num_chunks, None)
+        return Mean(*sums)
+    is_cut = any(map(axes_of, jax.tree.leaves(split.specs)))
+    axis = "tensor" if is_cut else None
+    axes = (*rows, "tensor") if is_cut else rows
     # A whole head takes whole sequences.
-    sequence_parallel = sequence_parallel and axis is not None
-    of_hidden = (
-        PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
-    )
+    sequence_parallel = sequence_parallel and is_cut
+    of_hidden = PartitionSpec(rows)
+    if sequence_parallel:
+        of_hidden = PartitionSpec(rows, "tensor")
 
-    def body(
+    def on_shard(
         hidden: Array, labels: Array, weights: Array, arrays: PyTree[Array]
     ) -> tuple[Array, Array]:
         # Vary from here on, so that gradients add up over the chunks first, and then
@@ -210,18 +206,12 @@ def cross_entropy(
         if sequence_parallel:
             hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
         hidden = _vary(hidden, of_hidden, axes)
-        sums = _chunked(
-            hidden,
-            functools.partial(split.apply, arrays),
-            labels,
-            weights,
-            num_chunks,
-            axis,
-        )
+        own_head = functools.partial(split.apply, arrays)
+        sums = _chunked(hidden, own_head, labels, weights, num_chunks, axis)
         return jax.lax.psum(sums, rows)
 
     total, weight = jax.shard_map(
-        body,
+        on_shard,
         mesh=mesh,
         in_specs=(of_hidden, PartitionSpec(rows), PartitionSpec(rows), split.specs),
         out_specs=(PartitionSpec(), PartitionSpec()),
@@ -240,9 +230,8 @@ def _chunked(
     """Return the weighted sum of the cross-entropy, and the sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
-        return jnp.sum(
-            weights * _cross_entropy(hidden, head, labels, weights != 0, axis)
-        )
+        losses = _cross_entropy(hidden, head, labels, weights != 0, axis)
+        return jnp.sum(weights * losses)
 
     if num_chunks == 1:
         return total_of(hidden, labels, weights), jnp.sum(weights)
@@ -253,7 +242,9 @@ def _chunked(
             for x in (labels, weights)
         ),
     )
+    # Logits are computed again in the backward pass, but not the sums over the shards.
     policy = jax.checkpoint_policies.save_only_these_names("reduced")
+    # Inside a loop, the compiler cannot merge anything with the forward pass.
     one = jax.checkpoint(total_of, policy=policy, prevent_cse=False)
     totals = jax.lax.map(lambda part: one(*part), parts)
     return jnp.sum(totals), jnp.sum(weights)
@@ -289,13 +280,11 @@ def _cross_entropy(
     greatest = jnp.where(is_finite, greatest, 0)
     sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
     own, is_read = _own_rows(_wide(labels), logits.shape[-1], axis, counts)
-    picked = jnp.where(
-        is_read, jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0], 0
-    )
+    found = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+    picked = jnp.where(is_read, found, 0)
     if axis is not None:
-        sums, picked = (
-            checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked)
-        )
+        sums = checkpoint_name(jax.lax.psum(sums, axis), "reduced")
+        picked = checkpoint_name(jax.lax.psum(picked, axis), "reduced")
     each = jnp.log(sums) + greatest - picked
     return jnp.where(counts | jnp.isfinite(each), each, 0)
 
@@ -318,8 +307,11 @@ def _own_rows(
     shard gets a row outside the table, where the lookup fills in NaN. This shows the
     wrong id.
     """
-    size = num_rows if axis is None else num_rows * jax.lax.axis_size(axis)
-    own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
+    size = num_rows
+    own = ids
+    if axis is not None:
+        size = num_rows * jax.lax.axis_size(axis)
+        own = ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
     is_wrong = counts & ((ids < 0) | (ids >= size))
     # A lookup cuts ids to 32 bits, and counts negative ones from the end.
@@ -333,7 +325,9 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     reason."""
     arrays, static = eqx.partition(head, is_array)
     sizes = [x.shape[0] for x in jax.tree.leaves(arrays) if x.ndim > 1]
-    is_whole = num_shards == 1 or (len(sizes) == 1 and sizes[0] % num_shards > 0)
+    # Anything with several matrices is left to `split_layer`.
+    divides = len(sizes) != 1 or sizes[0] % num_shards == 0
+    is_whole = num_shards == 1 or not divides
     if callable(head) and not is_whole:
         return split_layer(head, "column", num_shards, 1)
     spec = PartitionSpec() if is_whole else PartitionSpec("tensor")
@@ -343,6 +337,6 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     """Mark an array that came in with `spec` as different on each device along all of
     `axes`."""
-    return jax.lax.pcast(
-        x, tuple(axis for axis in axes if axis not in axes_of(spec)), to="varying"
-    )
+    # An array already differs along the axes that split it.
+    others = tuple(axis for axis in axes if axis not in axes_of(spec))
+    return jax.lax.pcast(x, others, to="varying")
