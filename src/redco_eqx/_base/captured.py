@@ -83,11 +83,8 @@ def _held_by(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, type | types.ModuleType) or is_array(x):
         return []
     if isinstance(x, functools.partial):
-        return [
-            *((str(i), value) for i, value in enumerate(x.args)),
-            *x.keywords.items(),
-            ("", x.func),
-        ]
+        arguments = [(str(i), value) for i, value in enumerate(x.args)]
+        return [*arguments, *x.keywords.items(), ("", x.func)]
     if isinstance(x, types.MethodType):
         return [("", x.__func__), ("self", x.__self__)]
     if not jax.tree_util.all_leaves([x]):

@@ -87,11 +87,9 @@ def dtype_of(atom: Operand) -> Any:
 def num_bytes(aval: Any) -> int:
     """Bytes of an array of this type; 0 for a type without a dtype, such as a token."""
     dtype = getattr(aval, "dtype", None)
-    return (
-        0
-        if dtype is None
-        else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
-    )
+    if dtype is None:
+        return 0
+    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
 
 
 # Bodies.
@@ -105,18 +103,21 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 def called(equation: JaxprEqn) -> Jaxpr | None:
     """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...); None for
     other operations."""
-    for inner in jaxprs_in_params(equation.params):
-        fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(
-            equation.outvars
-        )
-        return inner if fits else None
-    return None
+    inner = next(iter(jaxprs_in_params(equation.params)), None)
+    if inner is None:
+        return None
+    # The first program of a `while` or a `cond` takes other operands.
+    takes_operands = len(inner.invars) == len(equation.invars)
+    gives_results = len(inner.outvars) == len(equation.outvars)
+    return inner if takes_operands and gives_results else None
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Count the constants and the carried values of a scan, by shapes, since JAX 0.11
     does not record them."""
     inner = body(equation.params["jaxpr"])
+    # A step of the scan gets slices of `xs`, and makes slices of `ys`. Carried values
+    # have one shape inside and outside.
     pairs = zip(equation.invars, inner.invars)
     num_xs = sum(len(shape_of(outer)) > len(shape_of(one)) for outer, one in pairs)
     pairs = zip(equation.outvars, inner.outvars)
@@ -127,27 +128,26 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
     """Mark the operations and the inputs that the wanted `results` of a program depend
     on."""
-    wanted = {
-        var
-        for var, is_wanted in zip(program.outvars, results)
-        if is_wanted and isinstance(var, Var)
-    }
+    wanted = _chosen(program.outvars, results)
     flags = []
     for equation in reversed(program.eqns):
         outputs = [var in wanted for var in equation.outvars]
         flags.append(any(outputs))
-        if not flags[-1]:
+        if not any(outputs):
             continue
+        # A result of one step of a scan may be an operand of the next one.
         inner = called(equation) if equation.primitive.name != "scan" else None
-        operands = (
-            [True] * len(equation.invars) if inner is None else used(inner, outputs)[1]
-        )
-        wanted.update(
-            v
-            for v, is_used in zip(equation.invars, operands)
-            if is_used and isinstance(v, Var)
-        )
+        operands = [True] * len(equation.invars)
+        if inner is not None:
+            _, operands = used(inner, outputs)
+        wanted |= _chosen(equation.invars, operands)
     return flags[::-1], [var in wanted for var in program.invars]
+
+
+def _chosen(atoms: Sequence[Operand], flags: Sequence[bool]) -> set[Var]:
+    """The variables among some atoms whose flags are true."""
+    pairs = zip(atoms, flags)
+    return {atom for atom, is_chosen in pairs if is_chosen and isinstance(atom, Var)}
 
 
 def source_line(equation: JaxprEqn) -> str:
@@ -212,16 +212,15 @@ def program_digest(closed: ClosedJaxpr) -> str:
     Names of functions do not count, and neither does a backward pass that is written by
     hand.
     """
-    text = hashlib.sha256(
-        re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode()
-    )
+    # Addresses of objects differ between processes.
+    text = re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr))
+    digest = hashlib.sha256(text.encode())
     for x in closed.consts:
         if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:
             # Reading it takes no time.
-            text.update(
-                np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
-            )
-    return text.hexdigest()[:16]
+            data = jax.random.key_data(x) if is_key(x) else x
+            digest.update(np.asarray(data).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def manual_axes(equation: JaxprEqn) -> set[str]:

@@ -89,10 +89,9 @@ class Mean(eqx.Module):
         total = np.asarray(self.total)
         weight = np.asarray(self.weight)
         empty = weight == 0
-        value = np.where(empty, np.zeros_like(total), total) / np.where(
-            empty, np.ones_like(weight), weight
-        )
-        return np.array(value, dtype)
+        numerator = np.where(empty, np.zeros_like(total), total)
+        denominator = np.where(empty, np.ones_like(weight), weight)
+        return np.array(numerator / denominator, dtype)
 
 
 Metrics: TypeAlias = dict[str, Mean]
@@ -211,7 +210,8 @@ def as_key(where: str, key: Any) -> Any:
 
     Raises `TypeError` for anything else, `ValueError` for several keys.
     """
-    if is_key(key) and (lack := lack_of_value(key)) and isinstance(key, jax.Array):
+    is_jax_key = is_key(key) and isinstance(key, jax.Array)
+    if is_jax_key and (lack := lack_of_value(key)):
         raise ValueError(f"{where}: key {lack}.")
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)
@@ -231,8 +231,11 @@ def check_whole(where: str, **counts: object) -> None:
     """Raise `TypeError` unless the value is a whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
-            many = hasattr(x, "__len__") and not isinstance(x, str)
-            value, hint = ("", " Pass its len().") if many else (f"={x!r}", "")
+            value = f"={x!r}"
+            hint = ""
+            if hasattr(x, "__len__") and not isinstance(x, str):
+                value = ""
+                hint = " Pass its len()."
             kind = type(x).__name__
             raise TypeError(
                 f"{where}: {name}{value} must be a whole number, but is a {kind}.{hint}"
@@ -298,11 +301,10 @@ def check_takes_model(
 
 def _short(x: object) -> str:
     text = repr(x)
-    return (
-        f"{text} ({type(x).__name__})"
-        if len(text) <= 40 and "\n" not in text
-        else f"a {type(x).__name__}"
-    )
+    kind = type(x).__name__
+    if len(text) > 40 or "\n" in text:
+        return f"a {kind}"
+    return f"{text} ({kind})"
 
 
 def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
@@ -318,11 +320,10 @@ def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
             "Does the function return "
             'it? Metrics have one level of names: {"group/name": value}.'
         )
-    parts = (
-        {"total": x.total, "weight": x.weight}
-        if is_mean
-        else {"total": x, "weight": weight}
-    )
+    if is_mean:
+        parts = {"total": x.total, "weight": x.weight}
+    else:
+        parts = {"total": x, "weight": weight}
     for part, number in parts.items():
         if jnp.shape(number) != ():
             raise ValueError(
@@ -335,5 +336,7 @@ def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
         raise ValueError(f"{what} must be a real number, but has dtype {total.dtype}.")
     total = total.astype(dtype)
     weight = jax.lax.stop_gradient(weight).astype(dtype)
-    # Widened before, because the product may not fit into the dtype of a metric.
-    return Mean(total if is_mean else total * weight, weight)
+    if not is_mean:
+        # Widened before, because the product may not fit into the dtype of a metric.
+        total = total * weight
+    return Mean(total, weight)

@@ -61,13 +61,13 @@ def describe(x: Any, *, leading: str = "") -> str:
 
 def size_text(num_bytes: int | float) -> str:
     """A number of bytes in readable form: `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return (
-                f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-            )
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
         num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.2f} GiB"
 
 
 def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
@@ -77,10 +77,15 @@ def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
     This number makes kinds comparable, because an all-reduce is a reduce-scatter and an
     all-gather.
     """
-    part = (group_size - 1) / group_size
-    factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
-    is_cut = kind in ("all-gather", "all-to-all", "ragged-all-to-all")
-    return result_bytes * factors.get(kind, part if is_cut else 1)
+    others = group_size - 1
+    part = others / group_size
+    if kind == "all-reduce":
+        return result_bytes * 2 * part
+    if kind == "reduce-scatter":  # its result is one part
+        return result_bytes * others
+    if kind in ("all-gather", "all-to-all", "ragged-all-to-all"):
+        return result_bytes * part
+    return result_bytes
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
@@ -89,10 +94,9 @@ def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
-        cells = [
-            x.rjust(n) if i in right else x.ljust(n)
-            for i, (x, n) in enumerate(zip(row, widths))
-        ]
+        cells = []
+        for i, (x, width) in enumerate(zip(row, widths)):
+            cells.append(x.rjust(width) if i in right else x.ljust(width))
         lines.append("  ".join(cells).rstrip())
     return lines
 
@@ -120,9 +124,11 @@ def excess_of(x: Any) -> str | None:
         return None
     with np.errstate(over="ignore"):
         narrow = x.astype(dtype)
-    wrong = np.extract(
-        narrow != x if dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(x), x
-    )
+    is_wrong = narrow != x
+    if dtype.kind not in "iu":
+        # Rounding is no excess.
+        is_wrong = np.isinf(narrow) & ~np.isinf(x)
+    wrong = np.extract(is_wrong, x)
     if not len(wrong):
         return None
     advice = 'Make it smaller, or call jax.config.update("jax_enable_x64", True) first'
@@ -157,6 +163,7 @@ def children(node: PyTree) -> list[tuple[str, PyTree]]:
     The entries of an `eqx.nn.State` are named after the `StateIndex` that they belong
     to.
     """
+    # Everything but the node itself is a leaf, so this goes down by one level.
     pairs, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
@@ -182,18 +189,20 @@ def _state_name(marker: object, default: str) -> str:
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Every leaf with its path, in JAX's order."""
     found = []
-    for keypath, leaf in jax.tree.leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)
-    ):
-        if isinstance(leaf, eqx.nn.State):
-            for name, child in children(leaf):
-                found += [
-                    (join(path_of(keypath), name, path), x)
-                    for path, x in leaves_with_paths(child)
-                ]
-        else:
-            found.append((path_of(keypath), leaf))
+    for keypath, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_state):
+        path = path_of(keypath)
+        if not _is_state(leaf):
+            found.append((path, leaf))
+            continue
+        # Its entries are named after what they belong to, which JAX does not do.
+        for name, child in children(leaf):
+            for inner, x in leaves_with_paths(child):
+                found.append((join(path, name, inner), x))
     return found
+
+
+def _is_state(x: object) -> bool:
+    return isinstance(x, eqx.nn.State)
 
 
 def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTree]:
@@ -232,8 +241,12 @@ def buffer_paths(tree: PyTree) -> set[str]:
     The class lists their paths inside the module in a tuple `buffers`. NumPy arrays
     need no such entry, unless something turns them into JAX arrays.
     """
-    own = getattr(type(tree), "buffers", None) if isinstance(tree, eqx.Module) else None
-    found = set(own) if isinstance(own, tuple) else set()
+    found: set[str] = set()
+    if isinstance(tree, eqx.Module):
+        own = getattr(type(tree), "buffers", None)
+        # Anything else of this name is the module's own.
+        if isinstance(own, tuple):
+            found.update(own)
     for name, child in children(tree):
         found |= {join(name, inner) for inner in buffer_paths(child)}
     return found
@@ -255,22 +268,21 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
     different shape or dtype.
     """
     own = to_arrays(tree)
-    problems = [
-        f"missing: {path} {describe(x)}"
-        for path, x in own.items()
-        if path not in arrays
-    ]
-    problems += [
+    missing = []
+    different = []
+    for path, x in own.items():
+        if path not in arrays:
+            missing.append(f"missing: {path} {describe(x)}")
+            continue
+        new = arrays[path]
+        if (x.shape, x.dtype) != (new.shape, new.dtype):
+            different.append(f"{path}: expected {describe(x)}, got {describe(new)}")
+    unexpected = [
         f"unexpected: {path} {describe(x)}"
         for path, x in arrays.items()
         if path not in own
     ]
-    problems += [
-        f"{path}: expected {describe(x)}, got {describe(arrays[path])}"
-        for path, x in own.items()
-        if path in arrays
-        and (x.shape, x.dtype) != (arrays[path].shape, arrays[path].dtype)
-    ]
+    problems = [*missing, *unexpected, *different]
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(f"from_arrays: the arrays do not fit the tree.\n  {listed}")
@@ -344,15 +356,12 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     """
 
     def one(x: PyTree) -> PyTree:
-        if (
-            isinstance(x, eqx.nn.State)
-            or not is_array(x)
-            or not jnp.issubdtype(x.dtype, jnp.floating)
-        ):
+        if _is_state(x) or not is_array(x):
             return x
-        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-        return (
-            x.update(dtype=dtype, weak_type=False) if is_abstract else x.astype(dtype)
-        )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype, weak_type=False)
+        return x.astype(dtype)
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))
+    return jax.tree.map(one, tree, is_leaf=_is_state)
