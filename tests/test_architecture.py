@@ -218,6 +218,7 @@ LOADED = [
     "_sharding.constraint",
     "_sharding.mesh",
     "_step",
+    "_step.buffers",
     "_step.compile_cache",
     "_step.gather",
     "_step.init",

@@ -367,6 +367,11 @@ FUNCTIONS = [
         "loss_fn(model, batch, key) ... takes (model, batch)",
     ),
     refused(
+        "fit-step_fn-none",
+        lambda: fit(step_fn=None),
+        "fit: step_fn must be a function, step_fn(state, batch, loss_fn=..., ... None",
+    ),
+    refused(
         "fit-collate_fn-none",
         lambda: fit(collate_fn=None),
         "fit: collate_fn ... collate_fn(examples) ... None",

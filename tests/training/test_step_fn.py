@@ -1,4 +1,4 @@
-"""`fit(step_fn=)`: a step of the user's own gets all that `fit` gives to `train_step`."""
+"""`fit(step_fn=)`: a user's own step gets all that `fit` gives to `train_step`."""
 
 import functools
 import pathlib
@@ -191,7 +191,6 @@ def without_metrics(state: Any, batch: Any, **options: Any) -> Any:
 
 
 REFUSED = {
-    "not a function": (3, TypeError, "step_fn must be a function"),
     "two arguments": (
         lambda state, batch: (state, {}),
         TypeError,
@@ -200,7 +199,7 @@ REFUSED = {
     ),
     "jitted": (jax.jit(rx.train_step), TypeError, "fit compiles it"),
     "by jit_step": (rx.jit_step(rx.train_step), TypeError, "fit compiles it"),
-    "another dtype": (other_dtype, ValueError, r"params\.weight was .*bfloat16"),
+    "another dtype": (other_dtype, ValueError, r"params\.bias was .*bfloat16"),
     "no loss": (without_loss, ValueError, "'loss', but the metrics are"),
     "no metrics": (without_metrics, ValueError, r"step_fn must return \(state, met"),
 }

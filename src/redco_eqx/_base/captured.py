@@ -3,10 +3,12 @@ these."""
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
@@ -17,7 +19,6 @@ from redco_eqx._base.tree import (
     is_array,
     is_trainable,
     join,
-    leaves_with_paths,
 )
 
 
@@ -87,8 +88,10 @@ def _held_by(x: Any) -> list[tuple[str, Any]]:
         return [*arguments, *x.keywords.items(), ("", x.func)]
     if isinstance(x, types.MethodType):
         return [("", x.__func__), ("self", x.__self__)]
+    if isinstance(x, inspect.BoundArguments):  # of `optax.inject_hyperparams`
+        return list(x.arguments.items())
     if not jax.tree_util.all_leaves([x]):
-        return leaves_with_paths(x)
+        return children(x)
     held = []
     if isinstance(x, types.FunctionType):
         held += enumerate(x.__defaults__ or ())
@@ -104,3 +107,18 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return None
+
+
+def first_module(function: Any) -> tuple[str, eqx.Module] | None:
+    """The first module that a function holds, and the name of the variable that has
+    it."""
+    seen: set[int] = set()
+    left: list[tuple[str, Any]] = [("", function)]
+    while left and len(seen) < 1000:
+        name, x = left.pop()
+        if isinstance(x, eqx.Module):
+            return name, x
+        if id(x) not in seen:
+            seen.add(id(x))
+            left += [(inner or name, value) for inner, value in _held_by(x)]
+    return None

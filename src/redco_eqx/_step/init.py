@@ -1,6 +1,6 @@
 """`init_state`: make a state from a model, with the layout of the model."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,11 +15,8 @@ from redco_eqx._base.captured import check_captured
 from redco_eqx._base.protocols import Key, as_key
 from redco_eqx._base.tree import (
     buffer_paths,
-    excess_of,
     is_array,
-    is_key,
     is_trainable,
-    lack_of_value,
     path_of,
     to_arrays,
     to_paths,
@@ -31,6 +28,7 @@ from redco_eqx._sharding.mesh import (
     put_global,
     replicated,
 )
+from redco_eqx._step.buffers import check_buffers
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
 
@@ -167,7 +165,7 @@ def _placement(
         return lambda _, x: jnp.asarray(x), None
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values())
     if not abstract:
-        _check_buffers({**arrays, **state_arrays})
+        check_buffers("init_state", {**arrays, **state_arrays})
     shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
     layout = {
         path: sharding
@@ -211,44 +209,3 @@ def _described(mesh: Any) -> str:
         if mesh.size == 1
         else f"a mesh of {mesh.size} devices, {dict(mesh.shape)}"
     )
-
-
-def _check_buffers(arrays: dict[str, Any]) -> None:
-    own = {path: x for path, x in arrays.items() if isinstance(x, jax.Array)}
-    for path, x in arrays.items():
-        if (
-            lack := excess_of(x)
-            if isinstance(x, np.ndarray | np.generic)
-            else lack_of_value(x)
-        ):
-            raise ValueError(f"init_state: {path} {lack}.")
-    # Reading an address keeps Python's lock while it waits, and a callback may need the
-    # lock before.
-    jax.block_until_ready(list(own.values()))
-    check_apart(
-        "init_state",
-        [(buffer, path) for path, x in own.items() for buffer in _buffers(x)],
-    )
-
-
-def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
-    """Raise `ValueError` if two leaves are the same array. `arrays` has the identity
-    and the path of each leaf."""
-    first: dict[Hashable, str] = {}
-    for array, path in arrays:
-        if first.setdefault(array, path) != path:
-            raise ValueError(
-                f"{where}: {first[array]} and {path} are one and the same array, which "
-                "a step would update twice, separately. Tie them with eqx.nn.Shared, "
-                "or copy one (jnp.copy)."
-            )
-
-
-def _buffers(x: jax.Array) -> list[Any]:
-    """Identify the memory of an array by the address and device of each piece."""
-    if x.size == 0 or is_key(x):
-        return [id(x)]
-    return [
-        (piece.device, piece.data.unsafe_buffer_pointer())
-        for piece in x.addressable_shards
-    ]

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.captured import first_module
 from redco_eqx._base.tree import children, describe, is_array, join
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.compile_cache import compile_once
@@ -97,6 +98,15 @@ def init_optimizer(
     try:
         shapes = jax.eval_shape(init, params)
     except Exception as error:
+        found = first_module(optimizer.init)
+        if found is not None:
+            name, tree = found
+            name = name.rpartition(".")[2]
+            raise ValueError(
+                f"init_state: the optimizer's {name} is a tree like the model, a "
+                f"{type(tree).__name__}, but the optimizer gets the parameters as "
+                f"{{path: array}}. Pass {name}=rx.by_path(...) of this tree."
+            ) from error
         error.add_note(
             "The optimizer's init gets the parameters as {path: array}. Use "
             "redco_eqx.by_path(tree) to pass optax masks and labels over a model."

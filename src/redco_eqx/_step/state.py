@@ -7,6 +7,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
@@ -20,8 +22,16 @@ from redco_eqx._base.tree import (
     lack_of_value,
     leaves_with_paths,
     size_text,
+    to_arrays,
 )
-from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
+from redco_eqx._sharding.mesh import (
+    as_stored,
+    check_mesh,
+    one_device_mesh,
+    put_global,
+    trimmed,
+)
+from redco_eqx._step.buffers import check_buffers
 
 
 class Structure:
@@ -184,6 +194,59 @@ class TrainState(eqx.Module):
                 return None
         return layout
 
+    def with_model(self, model: Any) -> "TrainState":
+        """Return this state with an edited model, and with everything else as it is:
+        optimizer state, key, step and placement.
+
+        ```python
+        pruned = eqx.tree_at(lambda m: m.weight, model, replace_fn=lambda w: w * mask)
+        state = state.with_model(pruned)
+        ```
+
+        **Arguments:**
+
+        - `model`: a model like [`model`][redco_eqx.TrainState.model], with the same
+            structure, shapes and dtypes. For a state of a pair, the pair
+            `(model, eqx.nn.State)`.
+
+        **Returns:**
+
+        The new state. It shares those arrays of `model` that have their place already.
+        The others are placed as those that they replace. The same arrays are trained as
+        before.
+
+        **Raises:**
+
+        `ValueError` that names the path: an array has another shape or dtype, or no
+        value, two leaves are the same array, or something other than an array differs.
+        """
+        parts = {"": model}
+        if self.structure[1] is not None:
+            if not is_pair(model):
+                raise ValueError(
+                    "with_model: the state is of a pair (model, eqx.nn.State), but got "
+                    f"a {type(model).__name__}. Pass the pair."
+                )
+            parts = {"the model": model[0], "the eqx.nn.State": model[1]}
+        own = [{**self.params, **self.frozen}, self.model_state]
+        new = []
+        for part, structure, arrays in zip(parts.values(), self.structure, own):
+            assert structure is not None
+            new.append(_edited(part, structure, arrays))
+        model_arrays, *rest = new
+        model_state = rest[0] if rest else self.model_state
+        arrays = {**model_arrays, **model_state}
+        if all(isinstance(x, jax.Array) for x in arrays.values()) and not any(
+            isinstance(x, Tracer) for x in arrays.values()
+        ):
+            check_buffers("with_model", arrays)
+        return dataclasses.replace(
+            self,
+            params={path: model_arrays[path] for path in self.params},
+            frozen={path: model_arrays[path] for path in self.frozen},
+            model_state=model_state,
+        )
+
     def build(
         self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]
     ) -> Any:
@@ -195,6 +258,70 @@ class TrainState(eqx.Module):
             if state_structure is None
             else (model, state_structure.build(model_state))
         )
+
+
+def _edited(
+    tree: PyTree, structure: Structure, own: Mapping[str, AnyArray]
+) -> dict[str, AnyArray]:
+    """The arrays of an edited tree, each placed as the one that it replaces.
+
+    Raises `ValueError`, naming the path, if anything but the values of arrays differs.
+    """
+    arrays = to_arrays(tree)
+    change = first_change(dict(own), arrays)
+    if change is not None:
+        path, was, became = change
+        raise ValueError(
+            f"with_model: {path} was {was}, and is {became} in this model. Pass a "
+            "model of the same shapes and dtypes. For another one, make a new state "
+            "with init_state."
+        )
+    if Structure(tree) != structure:
+        difference = _first_difference(structure.build(own), tree)
+        difference = difference or "something else in it is not"
+        raise ValueError(
+            "with_model: the arrays of this model are like those of the state, but "
+            f"{difference}. Change only arrays, as with eqx.tree_at on state.model. "
+            "For another model, make a new state with "
+            "init_state."
+        )
+    return {path: _placed(arrays[path], old) for path, old in own.items()}
+
+
+def _first_difference(before: PyTree, after: PyTree, path: str = "") -> str | None:
+    """Describe the first type, static field or leaf that differs and is no array."""
+    if is_array(before):
+        return None
+    parts = [(path or "the tree", before, after)]
+    if type(before) is type(after) and dataclasses.is_dataclass(before):
+        parts = [
+            (join(path, x.name), getattr(before, x.name), getattr(after, x.name))
+            for x in dataclasses.fields(before)
+            if x.metadata.get("static", False)
+        ]
+    elif children(before):
+        parts = []
+    for name, was, became in parts:
+        if type(was) is not type(became) or was != became:
+            return f"{name} was {was!r}, and is {became!r}"
+    inner = dict(children(after))
+    for name, child in children(before):
+        found = _first_difference(child, inner.get(name), join(path, name))
+        if found is not None:
+            return found
+    return None
+
+
+def _placed(x: AnyArray, old: AnyArray) -> AnyArray:
+    """Place an array as `old` is placed. Under a trace, it has no place."""
+    if isinstance(x, Tracer) or isinstance(old, Tracer):
+        return jnp.asarray(x)
+    if isinstance(old, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=old.sharding)
+    if isinstance(x, jax.Array) and x.aval.weak_type:
+        # The next step would be compiled again, for a state of weak types.
+        x = jax.lax.convert_element_type(x, x.dtype)
+    return put_global(x, old.sharding) if isinstance(old, jax.Array) else x
 
 
 def stream(

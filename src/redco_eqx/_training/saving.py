@@ -139,12 +139,10 @@ class Saver:
         warn_of_kept(kept, asked, info.path)
         self.path = info.path
         self._saved = _saved(before)
+        names = ["key", "parameters"]
         # Other versions may trace the same functions differently.
-        names = (
-            "key",
-            "parameters",
-            *(("loss_fn", "optimizer", "step_fn") if info.versions == versions() else ()),
-        )
+        if info.versions == versions():
+            names += ["loss_fn", "optimizer", "step_fn"]
         began = {name: x for name, x in before.identity.items() if name in names}
         changed = {
             name: getattr(run, name) for name in ("batch_size", "num_examples", "order")
