@@ -52,7 +52,7 @@ SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Initializer:
-    """The plan for making one array of the model.
+    """The way to make one array of the model.
 
     - `leaf`: the variable of the array in the traced program.
     - `way`: `"given"` if the value is small, and so already known; `"spread"` if a
@@ -69,8 +69,8 @@ class Initializer:
 def initializers_of(
     closed: ClosedJaxpr, key: Key
 ) -> tuple[list[Initializer], dict[Var, Concrete]]:
-    """Plan how to make each result of `closed` from `key`, and compute the small values
-    along the way."""
+    """Find a way to make each result of `closed` from `key`, and compute the small
+    values along the way."""
     jaxpr = closed.jaxpr
     consts = [
         _on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts
@@ -85,10 +85,10 @@ def initializers_of(
         values[var] = value
         return var
 
-    def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
-        """Walk through a program with these names as inputs, and return its results."""
+    def follow(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
+        """Go through a program with these names as inputs, and return its results."""
 
-        def read(atom: Operand) -> Var:
+        def operand(atom: Operand) -> Var:
             # Turn numbers into operands, as when Python runs the program. Layers that
             # differ only in a number, such as the index in keys[0], keys[1], ..., then
             # still have equal programs.
@@ -97,72 +97,73 @@ def initializers_of(
             return names.get(atom, atom)
 
         for equation in jaxpr.eqns:
-            inputs: list[Any] = [read(atom) for atom in equation.invars]
+            inputs: list[Any] = [operand(atom) for atom in equation.invars]
             outputs: list[Any] = [Var(x.aval) for x in equation.outvars]
-            inner = (
-                called(equation)
-                if equation.primitive.name in CALLS and len(outputs) > 1
-                else None
-            )
+            inner = None
+            if equation.primitive.name in CALLS and len(outputs) > 1:
+                inner = called(equation)
             if inner is not None and not inner.constvars:
                 # Several arrays of the model: make each one alone.
-                names.update(
-                    zip(
-                        equation.outvars,
-                        compute(inner, dict(zip(inner.invars, inputs))),
-                    )
-                )
+                results = follow(inner, dict(zip(inner.invars, inputs)))
+                names.update(zip(equation.outvars, results))
                 continue
             names.update(zip(equation.outvars, outputs))
-            if equation.primitive.name == "slice" and set(
-                equation.params["strides"] or (1,)
-            ) == {1}:
-                starts = [
-                    np.asarray(start, np.uint32)
-                    for start in equation.params["start_indices"]
-                ]
-                inputs += [known(start, jax.typeof(start)) for start in starts]
+            if _is_plain_slice(equation):
+                # The starts become operands, too, so that slices at different places
+                # (such as the rows of split keys) have equal programs.
+                starts = equation.params["start_indices"]
+                for start in (np.asarray(start, np.uint32) for start in starts):
+                    inputs.append(known(start, jax.typeof(start)))
                 sizes = {"slice_sizes": shape_of(equation.outvars[0])}
                 equation = equation.replace(
                     primitive=jax.lax.dynamic_slice_p, params=sizes
                 )
             equation = equation.replace(invars=inputs, outvars=outputs)
-            if values.keys() >= set(inputs) and all(map(is_small, [*inputs, *outputs])):
+            are_small = all(map(is_small, [*inputs, *outputs]))
+            if are_small and values.keys() >= set(inputs):
                 values.update(_computed(closed.jaxpr, equation, values))
             else:
                 equations.append(equation)
-        return [read(atom) for atom in jaxpr.outvars]
+        return [operand(atom) for atom in jaxpr.outvars]
 
-    leaves = compute(jaxpr, {})
-    producers = {
-        var: i for i, equation in enumerate(equations) for var in equation.outvars
-    }
+    leaves = follow(jaxpr, {})
+    producers: dict[Var, int] = {}
+    for i, equation in enumerate(equations):
+        producers.update(dict.fromkeys(equation.outvars, i))
     spread = _spread(equations, {var for var in values if is_small(var)})
 
     def initializer(leaf: Var) -> Initializer:
         needed: set[int] = set()
-        stack = [leaf]
-        while stack:
-            var = stack.pop()
+        left = [leaf]
+        while left:
+            var = left.pop()
             if var not in values and producers[var] not in needed:
                 needed.add(producers[var])
-                stack += _variables(equations[producers[var]].invars)
+                left += _variables(equations[producers[var]].invars)
         own = [equations[i] for i in sorted(needed)]
-        read = [
-            var
-            for equation in own
-            for var in _variables(equation.invars)
-            if var in values
-        ]
-        inputs = list(dict.fromkeys(read))
-        way = "given" if leaf in values else "spread" if leaf in spread else "whole"
-        return Initializer(
-            leaf,
-            way,
-            jaxpr.replace(constvars=(), invars=inputs, outvars=[leaf], eqns=own),
+        inputs: dict[Var, None] = {}  # in the order of their first use
+        for equation in own:
+            operands = _variables(equation.invars)
+            inputs.update(dict.fromkeys(var for var in operands if var in values))
+        if leaf in values:
+            way = "given"
+        elif leaf in spread:
+            way = "spread"
+        else:
+            way = "whole"
+        program = jaxpr.replace(
+            constvars=(), invars=list(inputs), outvars=[leaf], eqns=own
         )
+        return Initializer(leaf, way, program)
 
     return [initializer(leaf) for leaf in leaves], values
+
+
+def _is_plain_slice(equation: JaxprEqn) -> bool:
+    """True for a slice that leaves out no elements between its ends."""
+    if equation.primitive.name != "slice":
+        return False
+    return set(equation.params["strides"] or (1,)) == {1}
 
 
 def _computed(
@@ -173,12 +174,9 @@ def _computed(
     alone = template.replace(
         constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation]
     )
-    return dict(
-        zip(
-            equation.outvars,
-            jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs]),
-        )
-    )
+    operands = [values[var] for var in inputs]
+    results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*operands)
+    return dict(zip(equation.outvars, results))
 
 
 def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
@@ -337,17 +335,12 @@ def init_model(
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     if closed.effects:  # they must happen in order
         _check_apart(arrays, closed.jaxpr.outvars)
-        made = [
-            put_global(x, sharding)
-            for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)
-        ]
+        made = list(map(put_global, jaxpr_as_fun(closed)(key), shardings))
     else:
         initializers, values = initializers_of(closed, key)
         _check_apart(arrays, [initializer.leaf for initializer in initializers])
-        made = [
-            make(initializer, values, sharding)
-            for initializer, sharding in zip(initializers, shardings)
-        ]
+        pairs = zip(initializers, shardings)
+        made = [make(initializer, values, sharding) for initializer, sharding in pairs]
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
 
 
@@ -392,10 +385,10 @@ def _layout(
 
 def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
     """Raise `ValueError` if two leaves are the same array."""
-    pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
-    check_apart(
-        "init_model", [(var, path) for var, path in pairs if isinstance(var, Var)]
-    )
+    paths = [path for path, _ in leaves_with_paths(arrays)]
+    # A literal is a new array each time.
+    pairs = [(var, path) for var, path in zip(outputs, paths) if isinstance(var, Var)]
+    check_apart("init_model", pairs)
 
 
 def _on_this_process(key: Key) -> Key:
@@ -410,9 +403,8 @@ def make(
     """Make the array of one leaf on its devices."""
     if initializer.way == "given":
         return put_global(values[initializer.leaf], sharding)
-    value = compiled(initializer, sharding)(
-        *[values[var] for var in initializer.program.invars]
-    )
+    operands = [values[var] for var in initializer.program.invars]
+    value = compiled(initializer, sharding)(*operands)
     if initializer.way == "spread":
         return value
     # Wait for this array. Otherwise the next one would be made, whole, at the same
@@ -443,9 +435,8 @@ class Canonical:
 
 
 def _constants(jaxpr: Jaxpr) -> Iterator[int]:
-    for part in jax.tree.leaves(
-        [list(equation.params.values()) for equation in jaxpr.eqns]
-    ):
+    params = [list(equation.params.values()) for equation in jaxpr.eqns]
+    for part in jax.tree.leaves(params):
         if isinstance(part, Jaxpr | ClosedJaxpr):
             yield from map(id, getattr(part, "consts", ()))
             yield from _constants(body(part))
@@ -456,14 +447,14 @@ def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Ar
     """Jit a program of arrays that are the same on every process, and committed to no
     device."""
 
-    def run(*operands: Array) -> Array:
+    def make_leaf(*operands: Array) -> Array:
         values = dict(zip(program.jaxpr.invars, operands))
         for equation in program.jaxpr.eqns:
             found = _computed(program.jaxpr, equation, values)
             values |= {var: _rounded(x) for var, x in found.items()}
         return values[_variables(program.jaxpr.outvars)[0]]
 
-    return jax.jit(run, out_shardings=sharding)
+    return jax.jit(make_leaf, out_shardings=sharding)
 
 
 def _rounded(x: Array) -> Array:
