@@ -69,10 +69,10 @@ def _depth(equation: JaxprEqn) -> float:
     if name not in ("dot_general", "ragged_dot_general"):
         return 0.0
     ragged = params.get("ragged_dot_dimension_numbers")
-    numbers = params.get("dimension_numbers")
-    if ragged is not None:
-        numbers = ragged.dot_dimension_numbers
-    (contracted, _), _ = numbers
+    if ragged is None:
+        (contracted, _), _ = params["dimension_numbers"]
+    else:
+        (contracted, _), _ = ragged.dot_dimension_numbers
     depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
     if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
         # The sum is within each group, and the groups are the first dim of the result.

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._base.compiler import merges, narrows
@@ -264,78 +264,21 @@ def plan(
         raise ValueError(
             f"plan: mesh={mesh} must use exactly the target's {num_devices} devices."
         )
-    tried_meshes = [x for x in all_meshes if num_rows % num_batch_shards(x) == 0]
-
-    def trials_of(values: Mapping[str, Option]) -> Iterator[Trial]:
-        """Yield the ways to train a model with these values of its options, which is
-        traced once."""
-        key = jax.random.key(0)
-        shapes = model
-        if not is_model:
-            # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are
-            # not trained.
-            make_model = functools.partial(model, **values)
-            _, arrays, static = trace_arrays(make_model, key)
-            shapes = eqx.combine(arrays, static)
-        traced = trace_step(loss_fn, shapes, batch)
-        flops = num_flops(traced.jaxpr)
-
-        # Independent of how many of the other devices `fsdp` has, if any.
-        @functools.cache
-        def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
-            fsdp = num_devices // tensor if has_fsdp else 1
-            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=chosen.devices)
-            found = [analyse(traced, shapes, mesh)]
-            if traced.splits:
-                split = with_activations(found[0], mesh)
-                found += [] if split is None else [split]
-            return found
-
-        for mesh in tried_meshes:
-            tensor = mesh.shape["tensor"]
-            num_shards = num_batch_shards(mesh)
-            has_fsdp = mesh.shape["fsdp"] > 1
-            local = jax.tree.map(
-                functools.partial(_placed, sharding=batch_sharding(mesh)), batch
-            )
-            merged = merges(mesh)
-            # If no weight is stored split, compilers for TPU and GPU sum gradients once
-            # for all microbatches.
-            is_for_each = has_fsdp or not merged
-            for i, found in enumerate(analyses(tensor, has_fsdp)):
-                own_options = values
-                if traced.splits:
-                    own_options = {**values, "split_activations": i == 1}
-                explained = explain_by(found, shapes, mesh)
-                placed = jax.tree.map(_of_model, shapes, explained.shardings)
-                state = init_state(placed, optimizer, key=key, trainable=trainable)
-                # `tensor` divides only the work of the products that it splits.
-                work = found.costs.work
-                share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
-                own_flops = flops / num_shards * (share / tensor + 1 - share)
-                once, *for_batch = sent_by_axes(
-                    found, explained.stored, merged=merged, narrowed=narrows(mesh)
-                )
-                for count in counts:
-                    if num_rows % (num_shards * count) != 0:
-                        continue
-                    num_times = count if is_for_each else 1
-                    yield Trial(
-                        mesh=mesh,
-                        options=own_options,
-                        num_microbatches=count,
-                        state=state,
-                        batch=local,
-                        target=chosen,
-                        memory=memory_of(state, local),
-                        flops=own_flops,
-                        predicted_bytes=once + sum(for_batch) * num_times,
-                    )
-
+    choices = _Choices(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch=batch,
+        trainable=trainable,
+        target=chosen,
+        meshes=[x for x in all_meshes if num_rows % num_batch_shards(x) == 0],
+        counts=counts,
+        num_rows=num_rows,
+    )
     options = options or {}
     trials: list[Trial] = []
     for values in itertools.product(*options.values()):
-        trials += trials_of(dict(zip(options, values)))
+        trials += choices.trials(dict(zip(options, values)))
     if not trials:
         raise ValueError(
             f"plan: no mesh of {num_devices} devices splits a batch of {num_rows} "
@@ -354,6 +297,113 @@ def plan(
 
     found = search(trials, compile, capacity, max_compilations, num_rows)
     return MeshPlan(chosen, capacity, found)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Choices:
+    """The trials among which a plan chooses, before any is compiled.
+
+    - `model`, `loss_fn`, `optimizer`, `batch`, `trainable`: as for `plan`.
+    - `target`: the devices.
+    - `meshes`: those that split the batch evenly.
+    - `counts`: the numbers of microbatches.
+    - `num_rows`: the number of rows of the batch.
+    """
+
+    model: PyTree | Callable[..., PyTree]
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+    batch: Batch
+    trainable: PyTree
+    target: Target
+    meshes: Sequence[Mesh]
+    counts: Sequence[int]
+    num_rows: int
+
+    def trials(self, values: Mapping[str, Option]) -> Iterator[Trial]:
+        """Yield the ways to train a model with these values of its options, which is
+        traced once."""
+        shapes = self._shapes(values)
+        traced = trace_step(self.loss_fn, shapes, self.batch)
+        flops = num_flops(traced.jaxpr)
+        devices = self.target.devices
+
+        # Independent of how many of the other devices `fsdp` has, if any.
+        @functools.cache
+        def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
+            fsdp = len(devices) // tensor if has_fsdp else 1
+            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=devices)
+            found = [analyse(traced, shapes, mesh)]
+            if traced.splits:
+                split = with_activations(found[0], mesh)
+                found += [] if split is None else [split]
+            return found
+
+        for mesh in self.meshes:
+            has_fsdp = mesh.shape["fsdp"] > 1
+            for i, found in enumerate(analyses(mesh.shape["tensor"], has_fsdp)):
+                options = values
+                if traced.splits:
+                    options = {**values, "split_activations": i == 1}
+                yield from self._on_mesh(mesh, options, found, shapes, flops)
+
+    def _shapes(self, values: Mapping[str, Option]) -> PyTree:
+        """The model with abstract arrays."""
+        if any(map(is_array, jax.tree.leaves(self.model))):
+            return self.model
+        # Not `eqx.filter_eval_shape`, which makes NumPy arrays abstract: they are not
+        # trained.
+        make_model = functools.partial(self.model, **values)
+        _, arrays, static = trace_arrays(make_model, jax.random.key(0))
+        return eqx.combine(arrays, static)
+
+    def _on_mesh(
+        self,
+        mesh: Mesh,
+        options: Mapping[str, Option],
+        found: Analysis,
+        shapes: PyTree,
+        flops: float,
+    ) -> Iterator[Trial]:
+        """Yield a trial for each number of microbatches, in the layout that an analysis
+        has found. `flops` are those of a step on all devices."""
+        tensor = mesh.shape["tensor"]
+        num_shards = num_batch_shards(mesh)
+        of_batch = functools.partial(_placed, sharding=batch_sharding(mesh))
+        batch = jax.tree.map(of_batch, self.batch)
+        explained = explain_by(found, shapes, mesh)
+        placed = jax.tree.map(_of_model, shapes, explained.shardings)
+        state = init_state(
+            placed, self.optimizer, key=jax.random.key(0), trainable=self.trainable
+        )
+        # `tensor` divides only the work of the operations that it splits.
+        work = found.costs.work
+        share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
+        own_flops = flops / num_shards * (share / tensor + 1 - share)
+        merged = merges(mesh)
+        over_tensor, over_batch, gathered = sent_by_axes(
+            found, explained.stored, merged=merged, narrowed=narrows(mesh)
+        )
+        # Microbatches share the activations that `tensor` sends, but each gathers the
+        # weights and sums the gradients again. If no weight is stored split, compilers
+        # for TPU and GPU sum gradients once for all microbatches.
+        is_for_each = mesh.shape["fsdp"] > 1 or not merged
+        for count in self.counts:
+            if self.num_rows % (num_shards * count) != 0:
+                continue
+            num_times = count if is_for_each else 1
+            of_weights = (over_batch + gathered) * num_times
+            yield Trial(
+                mesh=mesh,
+                options=options,
+                num_microbatches=count,
+                state=state,
+                batch=batch,
+                target=self.target,
+                memory=memory_of(state, batch),
+                flops=own_flops,
+                predicted_bytes=over_tensor + of_weights,
+            )
 
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:

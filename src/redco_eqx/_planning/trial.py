@@ -24,6 +24,7 @@ from redco_eqx._step.state import TrainState
 Option: TypeAlias = bool | int | float | str | None
 
 
+# Compared by identity, because a state has no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
     """One way to train: the facts that follow from the program and its layout, and
