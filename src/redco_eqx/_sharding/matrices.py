@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from redco_eqx._base.tree import children, is_array, join
 
 
+# Compared by identity: nodes are keys, and their values may be arrays.
 @dataclasses.dataclass(eq=False)
 class Node:
     """A node of the model. Only the shapes and dtypes of its arrays count.
@@ -49,6 +50,7 @@ class Node:
 
     @property
     def is_norm(self) -> bool:
+        # By name, because models define norms of their own.
         return type(self.value).__name__.lower().endswith("norm")
 
     @property
@@ -85,6 +87,7 @@ class Node:
         for owner in (self.value, getattr(self.value, "config", None)):
             for name in names:
                 x = getattr(owner, name, None)
+                # `True` is no number, and a module may have a submodule of this name.
                 if type(x) is int and x > 0:
                     return x
         return None
@@ -269,7 +272,9 @@ def _attach_lora(node: Node) -> None:
     down = factors.get("lora_a")
     up = factors.get("lora_b")
     bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
-    if down is None or up is None or len(bases) != 1 or node.matrix is not None:
+    if down is None or up is None:
+        return
+    if len(bases) != 1 or node.matrix is not None:
         return
     (base,) = bases
     has_in = base.in_size in down.shape[-2:]
@@ -393,9 +398,8 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
         is_last = named(_LAST, name)
         is_numbered = stem != name
         # Only square matrices may follow matrices of the same shape.
-        is_alone = is_square and (
-            is_last or (is_numbered and num_alike[stem, shape] > 1)
-        )
+        is_one_of_series = is_numbered and num_alike[stem, shape] > 1
+        is_alone = is_square and (is_last or is_one_of_series)
         element = path[0] if is_list else ""
         own_name = name if is_alone else ""
         link = links.setdefault((element, shape, own_name), Link(*shape, []))

@@ -209,7 +209,9 @@ def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | No
     """The axes that split a batch of this size: all batch axes, or `None` if they do
     not divide it."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
+    if not axes or num_rows % axis_size(mesh, axes):
+        return None
+    return axes
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:

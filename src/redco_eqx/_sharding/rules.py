@@ -44,9 +44,13 @@ Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
 
 FSDP_MIN_SIZE = 2**12
+"""The number of elements from which `fsdp` splits a matrix."""
 LARGE_BYTES = 2**20
+"""The size from which a warning names an array that no rule could split."""
 LARGE_SHARE = 1 / 20
+"""The part of a model that may be replicated without a warning."""
 STORED_BYTES = 2**22
+"""The size from which an array that `tensor` cannot split for use is stored split."""
 
 
 def shard_rules(
@@ -325,6 +329,7 @@ def _spec(
     reason = role.reason
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
+    # A dim that counts layers stays whole, because a scan takes one layer at a time.
     dims = [
         d
         for d in range(role.stack, len(shape))
@@ -336,26 +341,23 @@ def _spec(
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
     # If there are many integers, they are packed or quantised weights; otherwise they
     # are indices.
-    is_weight = role.name != "buffer" or (
+    are_many_integers = (
         jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES
     )
-    over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
-    can_store = (
-        role.dim is None
-        and tensor > 1
-        and "fsdp" in mesh.shape
-        and num_bytes >= STORED_BYTES
-    )
-    if can_store and is_matrix and is_weight and over_both:
-        # An array that `tensor` cannot split for use still takes memory, so store it
-        # split.
+    is_weight = role.name != "buffer" or are_many_integers
+    # An array that `tensor` cannot split for use still takes memory, so store it split.
+    has_both_axes = tensor > 1 and "fsdp" in mesh.shape
+    is_large_whole = role.dim is None and num_bytes >= STORED_BYTES
+    over_both = []
+    if has_both_axes and is_large_whole:
+        over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
+    if is_matrix and is_weight and over_both:
         entries[over_both[0]] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
-    elif fsdp > 1 and is_matrix and is_weight:
-        if dims:
-            entries[dims[0]] = "fsdp"
-        else:
-            reason += f"; no dim is divisible by fsdp={fsdp}"
+    elif is_matrix and is_weight and fsdp > 1 and dims:
+        entries[dims[0]] = "fsdp"
+    elif is_matrix and is_weight and fsdp > 1:
+        reason += f"; no dim is divisible by fsdp={fsdp}"
     return trimmed(PartitionSpec(*entries)), role.name, reason
 
 
