@@ -210,7 +210,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         half-written there, because the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
-        # For a writer that is dropped without `close`.
+        # For a writer that is dropped without `close`. The method belongs to the owner,
+        # so it does not hold the writer.
         weakref.finalize(self, self.owner.release)
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):

@@ -391,8 +391,11 @@ def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
     # `input_shardings` fails for some programs with captured arrays (jax 0.10.2, no
     # upstream issue known).
     shardings = jax.tree.leaves(compiled.output_shardings)
-    platforms = {device.platform for x in shardings[:1] for device in x.device_set}
-    if "tpu" in platforms and stats.peak_memory_in_bytes:
+    is_for_tpu = False
+    if shardings:
+        device = next(iter(shardings[0].device_set))
+        is_for_tpu = device.platform == "tpu"
+    if is_for_tpu and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes, arguments
     # Results that overwrite donated arguments take no memory of their own.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes

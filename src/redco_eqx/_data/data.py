@@ -19,6 +19,7 @@ def check_workers(name: str, prefetch: int, num_workers: int) -> None:
         )
 
 
+# Compared by identity, because arrays of examples have no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Data:
     """Examples, and options for reading them. You can pass it wherever you can pass

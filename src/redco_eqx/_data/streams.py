@@ -276,6 +276,7 @@ def read_batches(
             place = place._replace(
                 batch=place.batch + 1, positions=(source.position(),)
             )
+            # The default keeps these rows, while the name goes on to the next ones.
             yield Job(batch_size, num_here, lambda rows=rows: rows, place)
 
 

@@ -48,6 +48,7 @@ class _Threads:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads = num_threads
         for _ in range(num_threads):
+            # Python does not wait for a daemon; `_end_all` does, for a limited time.
             thread = threading.Thread(
                 target=_work, args=(self._calls,), name="redco_eqx.batches", daemon=True
             )

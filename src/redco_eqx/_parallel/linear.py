@@ -8,7 +8,7 @@ mesh with a `tensor` axis of size 1, the layers are applied one by one.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import equinox as eqx
@@ -205,7 +205,9 @@ def column(
         check_sequence("column", x, mesh)
     splits = [split_layer(layer, "column", tensor_size(mesh), unit) for layer in layers]
     found = [split for split in splits if split is not None]
-    of_split = iter(_column(x, found, mesh, sequence_parallel) if found else ())
+    of_split: Iterator[Array] = iter(())
+    if found:
+        of_split = iter(_column(x, found, mesh, sequence_parallel))
     outputs = []
     for layer, split in zip(layers, splits):
         if split is None:
