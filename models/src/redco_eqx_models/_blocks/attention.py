@@ -82,11 +82,11 @@ def attend(
         )
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
+    # JAX's own attention has neither dropout nor a cap.
     is_plain = dropout is None and cap is None
     if bias is not None:
-        bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(
-            query.dtype
-        )
+        num_rows = query.shape[0] // bias.shape[0]
+        bias = jnp.repeat(bias, num_rows, axis=0).astype(query.dtype)
     if implementation is None and mask is None and bias is None and is_plain:
         heads = flash_attention(query, key, value, causal=causal, scale=scale)
         if heads is not None:
@@ -106,24 +106,33 @@ def attend(
         )
     if mask is None:
         mask = jnp.ones((1, 1, query.shape[1], key.shape[1]), bool)
-        mask = jnp.tril(mask) if causal else mask
+        if causal:
+            mask = jnp.tril(mask)
+    if scale is None:
+        # Vaswani et al. 2017, equation 1.
+        scale = float(query.shape[-1]) ** -0.5
+    # transformers takes the softmax in float32 too. It rounds the scores to the dtype
+    # of the query first. Here the product keeps them in float32.
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
+    # The heads of a group are neighbours, as in `repeat_kv` of transformers: heads 0 to
+    # g - 1 share key/value head 0.
+    num_kv_heads = key.shape[2]
+    query = rearrange(query, "b t (k g) d -> b t k g d", k=num_kv_heads)
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
-    scores = capped(scores * (query.shape[-1] ** -0.5 if scale is None else scale), cap)
+    # The order is that of Gemma 2 in transformers: scale, cap, mask.
+    scores = capped(scores * scale, cap)
     if bias is not None:
-        scores = scores + rearrange(
-            bias, "b (k g) t s -> b k g t s", k=key.shape[2]
-        ).astype(dtype)
-    weights = jax.nn.softmax(
-        jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1
-    )
-    weights = weights.astype(value.dtype)
+        bias = rearrange(bias, "b (k g) t s -> b k g t s", k=num_kv_heads)
+        scores = scores + bias.astype(dtype)
+    # The lowest finite number, not minus infinity: a row that sees nothing, as padding
+    # on the left, has equal weights then, and not NaN, whose gradients would spread.
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if dropout is not None:
+        # As in transformers, the weights that remain do not add up to 1 again.
         weights = dropout(weights, key=dropout_key)
-    return rearrange(
-        jnp.einsum("bkgts,bskd->btkgd", weights, value), "b t k g d -> b t (k g) d"
-    )
+    heads = jnp.einsum("bkgts,bskd->btkgd", weights, value)
+    return rearrange(heads, "b t k g d -> b t (k g) d")
 
 
 # cuDNN's flash attention on GPUs: each device computes its own rows and heads.
@@ -170,6 +179,7 @@ def flash_attention(
         implementation="cudnn",
     )
     try:
+        # JAX checks the version of cuDNN and the heads while it traces.
         jax.eval_shape(own, query, key, value)
     except RuntimeError:
         # JAX raises this if there is no cuDNN here, or none for such heads.
@@ -178,6 +188,7 @@ def flash_attention(
         return None
     if axes.mesh.size == 1:
         return own(query, key, value)
+    # Rows and heads do not depend on each other, so nothing is communicated.
     spec = PartitionSpec(axes.rows, None, axes.heads)
     return jax.shard_map(
         own, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec

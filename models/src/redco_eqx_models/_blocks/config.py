@@ -85,15 +85,13 @@ class Entries:
                     f"{cls.file}: {name}={raw[name]!r} is not supported, only "
                     f"{value!r}. The numbers would be wrong."
                 )
-        raw = {
-            **{own: raw[name] for name, own in cls.aliases.items() if name in raw},
-            **raw,
-        }
+        renamed = {own: raw[name] for name, own in cls.aliases.items() if name in raw}
+        # A file may have both names of an entry. The family's own then counts.
+        raw = {**renamed, **raw}
         if base is not None:
-            raw = {
-                **{name: None for name, rule in cls.instead.items() if rule in raw},
-                **raw,
-            }
+            # The values for each layer that `base` has would hide a new rule.
+            replaced = {name: None for name, rule in cls.instead.items() if rule in raw}
+            raw = {**replaced, **raw}
         values = {}
         read = {*cls.aliases, cls.type_entry, "architectures"}
         missing = []
@@ -107,11 +105,14 @@ class Entries:
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
                 if any(name in raw for name in part.entries):
-                    # Without a base, the family's default counts.
-                    make: Any = field.default_factory
-                    values[field.name] = part.from_json(
-                        raw, getattr(base, field.name) if base else make()
-                    )
+                    if base is None:
+                        # A family's default may differ from that of the part's class:
+                        # a quarter of each head turns in GPT-NeoX, for example.
+                        make: Any = field.default_factory
+                        default = make()
+                    else:
+                        default = getattr(base, field.name)
+                    values[field.name] = part.from_json(raw, default)
                 read |= set(part.entries)
             elif field.name in raw and field.name not in cls.outside:
                 values[field.name] = _read(field, raw[field.name], cls.file)
@@ -146,8 +147,13 @@ class Entries:
             elif dataclasses.is_dataclass(x):
                 part: Any = x
                 entries |= part.to_json()
-            elif field.name not in self.outside:
-                entries[field.name] = list(x) if isinstance(x, tuple) else x
+            elif field.name in self.outside:
+                continue
+            elif isinstance(x, tuple):
+                # JSON has no tuples. A dataclass with a list could not be hashed.
+                entries[field.name] = list(x)
+            else:
+                entries[field.name] = x
         return entries
 
 
@@ -187,23 +193,26 @@ class BaseConfig(Entries):
         for name, prefix in ACTIVATION_ENTRIES.items():
             if getattr(self, name, "relu").removeprefix(prefix) not in ACTIVATIONS:
                 self.check(name, ACTIVATIONS)
-        heads = (
-            ()
-            if self.entry("head_dim", None)
-            else (("hidden_size", "num_attention_heads"),)
-        )
-        for pair in (*heads, *self.multiples):
-            (size, features), (count, number) = (
-                (self.aliases.get(x, x), self.entry(x, None)) for x in pair
+        if not self.entry("head_dim", None):
+            # With the entry, the size of a head does not follow from the width: Gemma 2
+            # has 8 heads of 256 features beside a stream of 2304.
+            self._check_multiple("hidden_size", "num_attention_heads")
+        for size, count in self.multiples:
+            self._check_multiple(size, count)
+
+    def _check_multiple(self, size: str, count: str) -> None:
+        """Raise `ValueError` if one entry is not a multiple of the other. A family may
+        lack one of them."""
+        features = self.entry(size, None)
+        number = self.entry(count, None)
+        if features is None or number is None:
+            return
+        if number <= 0 or features % number:
+            own_size = self.aliases.get(size, size)
+            own_count = self.aliases.get(count, count)
+            raise self.error(
+                f"{own_size}={features} is not a multiple of {own_count}={number}."
             )
-            if (
-                features is not None
-                and number is not None
-                and (number <= 0 or features % number)
-            ):
-                raise self.error(
-                    f"{size}={features} is not a multiple of {count}={number}."
-                )
 
     def entry(self, name: str, *default: Any) -> Any:
         """Return the entry that most families call `name`, or the default if this
@@ -221,16 +230,16 @@ class BaseConfig(Entries):
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
-        return self.entry("num_key_value_heads", None) or self.entry(
-            "num_attention_heads"
-        )
+        found = self.entry("num_key_value_heads", None)
+        return found or self.entry("num_attention_heads")
 
     @property
     def head_size(self) -> int:
         """Features of one head."""
-        return self.entry("head_dim", None) or self.entry("hidden_size") // self.entry(
-            "num_attention_heads"
-        )
+        found = self.entry("head_dim", None)
+        if found:
+            return found
+        return self.entry("hidden_size") // self.entry("num_attention_heads")
 
     @property
     def window(self) -> int | None:
@@ -247,18 +256,23 @@ class BaseConfig(Entries):
     def max_positions(self) -> int | None:
         """The number of positions in the model's table; `None` if there is none, as
         with rotary embeddings."""
-        return self.entry("max_position_embeddings") if self.has_positions else None
+        if not self.has_positions:
+            # Rotary families have the entry too, but their angles have no end.
+            return None
+        return self.entry("max_position_embeddings")
 
     @property
     def generation_tokens(self) -> dict[str, Any]:
         """Return the tokens that `generate` reads, of `generation_config.json`, else of
         `config.json`."""
         given = json.loads(self.generation)
-        names = "eos_token_id", "pad_token_id", "decoder_start_token_id"
-        return {
-            name: getattr(self, name, None) if given.get(name) is None else given[name]
-            for name in names
-        }
+        found = {}
+        for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
+            # `null` in `generation_config.json` is the same as no entry.
+            found[name] = given.get(name)
+            if found[name] is None:
+                found[name] = getattr(self, name, None)
+        return found
 
     def with_generation(self: C, raw: Mapping[str, Json], source: str | None) -> C:
         """Return the configuration with the entries of a `generation_config.json`, and
@@ -275,12 +289,11 @@ class BaseConfig(Entries):
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`."""
-        named = (
-            {"architectures": [self.architecture]}
-            if self.type_entry == "model_type"
-            else {}
-        )
-        return {**super().to_json(), self.type_entry: self.model_type, **named}
+        entries = {**super().to_json(), self.type_entry: self.model_type}
+        if self.type_entry == "model_type":
+            # In diffusers, `_class_name` alone names the class.
+            entries["architectures"] = [self.architecture]
+        return entries
 
     def to_file(self, *, dtype: str, architecture: str | None) -> dict[str, Json]:
         """Return `to_json`, with the entries that transformers adds for the dtype and,
@@ -288,20 +301,24 @@ class BaseConfig(Entries):
         """
         entries = self.to_json()
         if self.type_entry == "model_type":
+            # transformers 5 reads `dtype`, and older versions `torch_dtype`.
             entries |= {"dtype": dtype, "torch_dtype": dtype}
-            entries |= {} if architecture is None else {"architectures": [architecture]}
+            if architecture is not None:
+                entries["architectures"] = [architecture]
         return entries
 
 
 def _read_part(name: str, kind: Any, raw: Json) -> Any:
     """Read the configuration of a part of a model."""
-    got = raw.get("model_type") if isinstance(raw, Mapping) else raw
-    if not isinstance(raw, Mapping) or got != kind.model_type:
-        raise ValueError(
-            f"config.json: {name}: model_type={got!r} is not supported, only "
-            f"{kind.model_type!r}."
-        )
-    return kind.from_json(raw)
+    found = raw
+    if isinstance(raw, Mapping):
+        found = raw.get("model_type")
+        if found == kind.model_type:
+            return kind.from_json(raw)
+    raise ValueError(
+        f"config.json: {name}: model_type={found!r} is not supported, only "
+        f"{kind.model_type!r}."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,25 +356,27 @@ class Labels:
         """Read the names. Raises `ValueError` if they are not numbered from 0."""
         names = raw.get("id2label")
         num = raw.get("num_labels")
+        # transformers writes only the names. A number beside names that it does not fit
+        # is a change that the caller asks for.
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
             if type(num) is not int or not 1 <= num <= 2**20:
                 raise ValueError(
                     f"config.json: num_labels={num!r}, but it must be an integer from "
                     "1 to 2**20."
                 )
-            return (
-                default if names is None and num == len(default.names) else cls.of(num)
-            )
+            if names is None and num == len(default.names):
+                return default
+            return cls.of(num)
         if names is None:
+            # Older versions of transformers did not write the names of two labels.
             return default
-        if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(
-            names
-        ):
+        if not isinstance(names, Mapping) or set(names) != set(_numbers(len(names))):
             raise ValueError(
                 f"config.json: id2label={names!r}, but it must name the labels from 0 "
                 "on."
             )
-        return cls(tuple(str(names[str(i)]) for i in range(len(names))))
+        # By number, because files are written with sorted keys: "10" before "2".
+        return cls(tuple(str(names[key]) for key in _numbers(len(names))))
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries `id2label` and `label2id`."""
@@ -367,25 +386,35 @@ class Labels:
         }
 
 
+def _numbers(count: int) -> list[str]:
+    """Return the numbers from 0 on as texts, because the keys of JSON are texts."""
+    return [str(i) for i in range(count)]
+
+
 def _read(field: dataclasses.Field, value: Json, file: str) -> Json | tuple:
     """Convert the value to the field's type. JSON has no tuples, and some files write
     `0` for a float `0.0`."""
-    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    found = tuple(value) if isinstance(value, list) else value
+    kinds: tuple[Any, ...] = (field.type,)
+    if isinstance(field.type, UnionType):
+        kinds = get_args(field.type)
+    found = value
+    if isinstance(value, list):
+        found = tuple(value)
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
         found = float(found)
     if not any(_fits(found, kind) for kind in kinds):
         expected = " or ".join(map(_name_of, kinds))
         raise ValueError(f"{file}: {field.name}={value!r}, but it must be: {expected}.")
+    # Python's JSON reader accepts NaN and Infinity, which the format does not have.
     if isinstance(found, float) and not math.isfinite(found):
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
+    # Where the default is 0, as for `freq_shift`, a file may have 0 too.
     least = field.metadata.get("least", 0 if field.default == 0 else 1)
-    counts = [
-        x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int
-    ]
-    if not field.name.endswith("token_id") and any(
-        not least <= x < 2**30 for x in counts
-    ):
+    parts = found if isinstance(found, tuple) else (found,)
+    # `True` is an `int` for `isinstance`, but no count.
+    counts = [x for x in parts if type(x) is int]
+    is_count = not field.name.endswith("token_id")
+    if is_count and any(not least <= x < 2**30 for x in counts):
         lower = "positive" if least else "0 or more"
         raise ValueError(
             f"{file}: {field.name}={value}, but it must be {lower}, and less than "

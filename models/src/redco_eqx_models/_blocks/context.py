@@ -36,12 +36,16 @@ class Cache(eqx.Module):
 
     def with_room(self, num_slots: int) -> "Cache":
         """Return the cache with `num_slots` more empty slots."""
-        room = [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]
-        key, value = (jnp.pad(x, room) for x in (self.key, self.value))
-        mask, positions = (
-            jnp.pad(x, [(0, 0), (0, num_slots)]) for x in (self.mask, self.positions)
+        of_arrays = [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]
+        of_slots = [(0, 0), (0, num_slots)]
+        # Padding a mask adds `False`, and these slots are therefore empty.
+        return Cache(
+            key=jnp.pad(self.key, of_arrays),
+            value=jnp.pad(self.value, of_arrays),
+            mask=jnp.pad(self.mask, of_slots),
+            positions=jnp.pad(self.positions, of_slots),
+            length=self.length,
         )
-        return Cache(key, value, mask, positions, self.length)
 
 
 class Memory(eqx.Module):
@@ -152,7 +156,9 @@ class Context:
         if there is any."""
         (hidden,) = self.column(x, first)
         hidden = ACTIVATIONS[activation](hidden)
-        return self.row(hidden if layer is None else dropout(layer, hidden, key), last)
+        if layer is not None:
+            hidden = dropout(layer, hidden, key)
+        return self.row(hidden, last)
 
     def row(
         self,
@@ -179,6 +185,8 @@ class Context:
         dropout, and is summed separately.
         """
         if any(drops(layer, key) for key in keys):
+            # Dropout of a sum is not the sum of dropouts, so the sums over `tensor`
+            # cannot be joined.
             for (hidden, close), key in zip(branches, keys, strict=True):
                 x = x + dropout(layer, self.row(hidden, close, unit=unit), key)
             return x
@@ -202,27 +210,26 @@ class Context:
         """
         if cache is not None:
             keys, values, layer = cache
-            at = [jnp.asarray(i, jnp.int32) for i in (layer, 0, self.length, 0, 0)]
-            keys, values = (
-                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), at)
-                for old, new in ((keys, key), (values, value))
-            )
+            # JAX takes only start indices of one dtype.
+            start = [jnp.asarray(i, jnp.int32) for i in (layer, 0, self.length, 0, 0)]
+            new_keys = key[None].astype(keys.dtype)
+            new_values = value[None].astype(values.dtype)
+            keys = jax.lax.dynamic_update_slice(keys, new_keys, start)
+            values = jax.lax.dynamic_update_slice(values, new_values, start)
             cache = (keys, values, layer)
-            key, value = (
-                jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(
-                    query.dtype
-                )
-                for x in (keys, values)
-            )
+            # Shapes are static, so attention reads all slots, and the mask hides the
+            # empty ones.
+            key = jax.lax.dynamic_index_in_dim(keys, layer, keepdims=False)
+            value = jax.lax.dynamic_index_in_dim(values, layer, keepdims=False)
+            key = key.astype(query.dtype)
+            value = value.astype(query.dtype)
         mask = self.mask
-        if (
-            mask is not None
-            and self.window_mask is not None
-            and self.windowed is not None
-        ):
-            mask = jnp.where(
-                jnp.asarray(self.windowed)[self.layer], self.window_mask, mask
-            )
+        window_mask = self.window_mask
+        if mask is not None and window_mask is not None and self.windowed is not None:
+            # In a scan, the number of the layer is traced: both masks exist, and the
+            # layer selects one.
+            has_window = jnp.asarray(self.windowed)[self.layer]
+            mask = jnp.where(has_window, window_mask, mask)
         output = attend(
             query,
             key,

@@ -69,11 +69,9 @@ def pad_vocabulary(model: M, multiple: int) -> M:
         return isinstance(x, Embedding | Linear)
 
     def one(keypath: Any, x: Any) -> Any:
-        return (
-            _with_rows(x, num_rows)
-            if is_module(x) and is_vocabulary(model, path_of(keypath))
-            else x
-        )
+        if is_module(x) and is_vocabulary(model, path_of(keypath)):
+            return _with_rows(x, num_rows)
+        return x
 
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_module)
 
@@ -103,15 +101,22 @@ def only_tokens(
     """Return a head, or the table that is one, with capped logits, and with logits of
     minus infinity beyond the number of tokens.
     """
-    head = head.merge(wide=True) if isinstance(head, LoRA) else head
-    weight, bias = (
-        (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
-    )
+    if isinstance(head, LoRA):
+        # `cross_entropy` takes a head with one weight. In the dtype of a half-precision
+        # base, the sum would lose most of a small branch.
+        head = head.merge(wide=True)
+    if isinstance(head, Linear):
+        weight, bias = head.weight, head.bias
+    else:
+        weight, bias = head, None
     num_rows = weight.shape[0]
     if num_rows == num_tokens and cap is None:
         return head
     if num_rows != num_tokens:
-        bias = jnp.zeros(num_rows, weight.dtype) if bias is None else bias
+        if bias is None:
+            bias = jnp.zeros(num_rows, weight.dtype)
+        # Rows of zeros have logits of 0, which would count in the softmax. The bias is
+        # added after the cap, so that the cap does not bound minus infinity.
         bias = jnp.where(jnp.arange(num_rows) < num_tokens, bias, -jnp.inf)
     return TiedHead(weight, bias, cap)
 
@@ -124,12 +129,10 @@ def _with_rows(module: Any, num_rows: int) -> Any:
         return jnp.pad(x, [(0, num_rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
     longer_module = jax.tree.map(longer, module)
-    # A table keeps the number of its rows that are tokens.
-    return (
-        longer_module
-        if isinstance(module, Embedding)
-        else _changed(longer_module, out_features=num_rows)
-    )
+    if isinstance(module, Embedding):
+        # A table keeps the number of its rows that are tokens.
+        return longer_module
+    return _changed(longer_module, out_features=num_rows)
 
 
 def _changed(module: Any, **fields: Any) -> Any:
@@ -137,9 +140,11 @@ def _changed(module: Any, **fields: Any) -> Any:
     `eqx.tree_at` does not reach."""
     new = object.__new__(type(module))
     for field in dataclasses.fields(module):
-        value = (
-            fields[field.name] if field.name in fields else getattr(module, field.name)
-        )
+        if field.name in fields:
+            value = fields[field.name]
+        else:
+            value = getattr(module, field.name)
+        # Modules are frozen after `__init__`, which did not run here.
         object.__setattr__(new, field.name, value)
     return new
 
@@ -201,10 +206,11 @@ class Decoder(Model):
         head = self.lm_head
         if head is None:
             head = attrgetter(next(iter(self.tied.values())))(self)
+        if not self.vocabulary:
+            return head
+        # Only Gemma has this entry.
         cap = self.config.entry("final_logit_softcapping", None)
-        return (
-            only_tokens(head, self.config.vocab_size, cap) if self.vocabulary else head
-        )
+        return only_tokens(head, self.config.vocab_size, cap)
 
     def logits(
         self, hidden: Float[Array, "*batch size"]
@@ -218,11 +224,12 @@ class Decoder(Model):
     def init_cache(
         self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32
     ) -> Cache:
-        """Make an empty cache with room for `num_slots` tokens in each row."""
+        """Make an empty cache of `num_slots` slots, one for each token of a row."""
+        num_layers = count_layers(self.layers)
         size = self.config.kv_heads, self.config.head_size
-        zeros = jnp.zeros(
-            (count_layers(self.layers), batch_size, num_slots, *size), dtype
-        )
+        # Zeros, not uninitialized memory: the weight of an empty slot is 0, but 0 times
+        # a NaN is a NaN.
+        zeros = jnp.zeros((num_layers, batch_size, num_slots, *size), dtype)
         slots = jnp.zeros((batch_size, num_slots), jnp.int32)
         return Cache(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
 
@@ -239,16 +246,14 @@ class Decoder(Model):
     ) -> tuple[Hidden, Cache | None, Any]:
         """Return the input of the head, the cache with these tokens added, and the
         `sums` from `run_layers`."""
-        # Without a cache and positions, all rows have the same positions except for
-        # padding, so one bias serves them all.
-        alike = (
-            jnp.arange(input_ids.shape[1])[None]
-            if cache is None and positions is None
-            else None
-        )
         context, cache = make_context(self, input_ids, attention_mask, positions, cache)
-        own = context.positions if alike is None else alike
-        bias = self.bias(own, own if cache is None else cache.positions, len(input_ids))
+        query_positions = context.positions
+        if cache is None and positions is None:
+            # All rows have the same positions except for padding, so one bias serves
+            # them all.
+            query_positions = jnp.arange(input_ids.shape[1])[None]
+        key_positions = query_positions if cache is None else cache.positions
+        bias = self.bias(query_positions, key_positions, len(input_ids))
         context = dataclasses.replace(context, bias=bias, memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)
@@ -257,7 +262,9 @@ class Decoder(Model):
         )
         if cache is not None:
             cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
-        return self.finish(x, finish_key), cache, None if sums is None else pieces[-1]
+        if sums is not None:
+            sums = pieces[-1]
+        return self.finish(x, finish_key), cache, sums
 
 
 def make_head(
@@ -306,4 +313,7 @@ class DecoderLM(Decoder):
         new cache.
         """
         hidden, cache = self.hidden_states(input_ids, **reading)
-        return self.logits(hidden) if cache is None else (self.logits(hidden), cache)
+        logits = self.logits(hidden)
+        if cache is None:
+            return logits
+        return logits, cache

@@ -11,7 +11,10 @@ from redco_eqx_models._blocks.layers import LayerNorm, RMSNorm
 
 def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
     """Apply dropout if there is a key and the model is in training mode."""
-    return x if key is None else layer(x, key=key)
+    if key is None:
+        # Equinox would raise an error for a model in training mode.
+        return x
+    return layer(x, key=key)
 
 
 def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
@@ -21,7 +24,9 @@ def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
 
 def split_key(key: Key | None, num: int) -> list[Key] | list[None]:
     """Return `num` keys, or `None` repeated `num` times."""
-    return [None] * num if key is None else list(jax.random.split(key, num))
+    if key is None:
+        return [None] * num
+    return list(jax.random.split(key, num))
 
 
 def add_and_norm(

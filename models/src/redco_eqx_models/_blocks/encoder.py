@@ -61,6 +61,7 @@ class EncoderOutput(eqx.Module):
         self.dense = Linear(
             in_features, config.hidden_size, std=config.initializer_range, key=key
         )
+        # ViT has its norms in `EncoderLayer`, under other names.
         self.LayerNorm = None if config.norm_first else config.make_norm()
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
 
@@ -108,9 +109,11 @@ class EncoderAttention(eqx.Module):
     def __init__(this, config: EncoderConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
         heads_key, output_key = jax.random.split(key)
         heads = SelfAttention(config, key=heads_key)
-        this.self, this.attention = (
-            (None, heads) if config.norm_first else (heads, None)
-        )
+        this.self = this.attention = None
+        if config.norm_first:
+            this.attention = heads
+        else:
+            this.self = heads
         this.output = EncoderOutput(config.hidden_size, config, key=output_key)
 
 
@@ -131,8 +134,11 @@ class EncoderLayer(eqx.Module):
             config.make_linear(config.intermediate_size, key=in_key)
         )
         self.output = EncoderOutput(config.intermediate_size, config, key=out_key)
-        self.layernorm_before = config.make_norm() if config.norm_first else None
-        self.layernorm_after = config.make_norm() if config.norm_first else None
+        self.layernorm_before = self.layernorm_after = None
+        if config.norm_first:
+            # `layernorm_after` comes after attention, and before the MLP.
+            self.layernorm_before = config.make_norm()
+            self.layernorm_after = config.make_norm()
         self.config = config
 
     def __call__(
@@ -141,18 +147,15 @@ class EncoderLayer(eqx.Module):
         heads_key, attention_key, mlp_key = split_key(key, 3)
         attention = self.attention.self or self.attention.attention
         assert attention is not None
-        heads, cache = attention.heads(
-            maybe(self.layernorm_before, x), context, cache, heads_key
-        )
+        y = maybe(self.layernorm_before, x)
+        heads, cache = attention.heads(y, context, cache, heads_key)
         x = self.attention.output(
             x, heads, context, attention_key, unit=self.config.head_size
         )
-        (hidden,) = context.column(
-            maybe(self.layernorm_after, x), self.intermediate.dense
-        )
-        return self.output(
-            x, ACTIVATIONS[self.config.hidden_act](hidden), context, mlp_key
-        ), cache
+        y = maybe(self.layernorm_after, x)
+        (hidden,) = context.column(y, self.intermediate.dense)
+        hidden = ACTIVATIONS[self.config.hidden_act](hidden)
+        return self.output(x, hidden, context, mlp_key), cache
 
 
 class EncoderLayers(eqx.Module):

@@ -69,11 +69,10 @@ class EncoderDecoder(Decoder):
         - `key`: for dropout.
         """
         hidden = self.encoder_states(inputs, attention_mask=attention_mask, key=key)
-        real = (
-            jnp.ones(hidden.shape[:2], bool)
-            if attention_mask is None
-            else attention_mask.astype(bool)
-        )
+        if attention_mask is None:
+            real = jnp.ones(hidden.shape[:2], bool)
+        else:
+            real = attention_mask.astype(bool)
         return self.memorise(hidden, real)
 
     def memorise(
@@ -104,8 +103,8 @@ class EncoderDecoder(Decoder):
                 return project(hidden, *eqx.combine(own, static))
 
             if axes is None:
-                # One product for all layers, whose gradient is one sum, as `tensor`
-                # needs it.
+                # One product for all layers. Without a mesh there are no weights to
+                # gather.
                 outputs = jax.vmap(of_layer)(arrays)
             else:
                 # With no sum over `tensor`, gather the weights of one layer after
@@ -118,13 +117,14 @@ class EncoderDecoder(Decoder):
                 projections = [self.cross_projections(layer) for layer in layers]
             else:
                 projections = unstack(self.cross_projections(layers))
+            # Siblings of one `column`, whose gradients are added before one sum over
+            # `tensor`.
             found = project(hidden, *itertools.chain(*projections))
-            outputs = [
-                jnp.stack(found[i :: len(projections[0])])
-                for i in range(len(projections[0]))
-            ]
+            num_kinds = len(projections[0])
+            outputs = [jnp.stack(found[i::num_kinds]) for i in range(num_kinds)]
         if len(outputs) == 1:
-            outputs = [outputs[0][..., i, :] for i in range(2)]
+            # GPT-2 has one matrix for both, see `Conv1D`.
+            outputs = [outputs[0][..., 0, :], outputs[0][..., 1, :]]
         key, value = (rearrange(x, "l b s (h d) -> l b s h d", d=size) for x in outputs)
         return Memory(key, value, mask)
 
@@ -203,5 +203,7 @@ def shift_right(labels: Ids, start: int, *, pad: int, ignore_label: int = -100) 
     - `start`: `config.decoder_start_token_id`.
     - `pad`: the token in place of a label that is `ignore_label`.
     """
+    # `shift_tokens_right` of transformers' BART. An ignored label is no token, so it
+    # cannot be embedded.
     shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return jnp.where(shifted == ignore_label, pad, shifted)

@@ -86,34 +86,36 @@ def mix_experts(
         token dimension.
     """
 
+    # The rule for operations of `redco_eqx` finds the block by this scope, and takes
+    # each expert as split inside.
     @jax.named_scope("redco_eqx.row.experts")
     def mix(*given: Array) -> Array:
-        groups, dense = (
-            functools.partial(kind, activation) for kind in (in_groups, all_for_all)
-        )
+        groups = functools.partial(in_groups, activation)
+        dense = functools.partial(all_for_all, activation)
         return jax.lax.platform_dependent(*given, tpu=groups, default=dense)
+
+    def whole_length(x: Array) -> Array:
+        return jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
 
     def body(x: Array, probabilities: Array, *matrices: Array) -> tuple[Array, Array]:
         weights, chosen = jax.lax.top_k(probabilities, num_chosen)
-        weights = (
-            weights / jnp.sum(weights, axis=-1, keepdims=True) if normalise else weights
-        )
+        if normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if sequence_parallel:
-            whole = (
-                jax.lax.all_gather(y, "tensor", axis=1, tiled=True)
-                for y in (x, weights, chosen)
+            output = mix(
+                whole_length(x), whole_length(weights), whole_length(chosen), *matrices
             )
-            output = mix(*whole, *matrices)
-            return jax.lax.psum_scatter(
+            output = jax.lax.psum_scatter(
                 output, "tensor", scatter_dimension=1, tiled=True
-            ), chosen
-        if is_split:
-            # Their gradients are then summed over the shards once, at the end.
-            x, weights = (
-                jax.lax.pcast(y, "tensor", to="varying") for y in (x, weights)
             )
+            return output, chosen
+        if not is_split:
+            return mix(x, weights, chosen, *matrices), chosen
+        # Their gradients are then summed over the shards once, at the end.
+        x = jax.lax.pcast(x, "tensor", to="varying")
+        weights = jax.lax.pcast(weights, "tensor", to="varying")
         output = mix(x, weights, chosen, *matrices)
-        return jax.lax.psum(output, "tensor") if is_split else output, chosen
+        return jax.lax.psum(output, "tensor"), chosen
 
     matrices = gate.weight, up.weight, down.weight
     axes = activation_axes(x, matrices, num_rows=x.shape[0], num_heads=down.in_features)
@@ -134,6 +136,7 @@ def mix_experts(
             in_specs=(inner, inner, column, column, row),
             out_specs=(inner, inner),
         )(x, probabilities, *matrices)
+    # `remat="row_out"` keeps arrays of this name, as the outputs of `row`.
     return checkpoint_name(output, "row_out"), chosen
 
 
@@ -155,19 +158,25 @@ def in_groups(
     *matrices: Array,
 ) -> Hidden:
     """Sort the tokens by expert, and multiply them in groups."""
+    gate, up, down = matrices
     order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.bincount(chosen.reshape(-1), length=len(matrices[0])).astype(jnp.int32)
+    # The length is static, so an expert that no token goes to has a group of size 0.
+    sizes = jnp.bincount(chosen.reshape(-1), length=len(gate)).astype(jnp.int32)
 
     def product(rows: Array, matrix: Array) -> Array:
+        # `ragged_dot` takes matrices `(in, out)`.
         return jax.lax.ragged_dot(rows, jnp.swapaxes(matrix, 1, 2), sizes)
 
+    # Each token has as many rows as it has experts, one after another.
     rows = x.reshape(-1, x.shape[-1])[order // chosen.shape[-1]]
-    hidden = activation(product(rows, matrices[0])) * product(rows, matrices[1])
+    hidden = activation(product(rows, gate)) * product(rows, up)
+    # transformers multiplies the outputs of the experts by these weights. The last
+    # projection is linear, so the order does not matter, and here the rows are those of
+    # a shard, before the sum over `tensor`.
     hidden = hidden * weights.reshape(-1)[order][:, None].astype(x.dtype)
-    return jnp.sum(
-        product(hidden, matrices[2])[jnp.argsort(order)].reshape(*chosen.shape, -1),
-        axis=2,
-    )
+    # The second `argsort` inverts the first.
+    outputs = product(hidden, down)[jnp.argsort(order)]
+    return jnp.sum(outputs.reshape(*chosen.shape, -1), axis=2)
 
 
 def all_for_all(
@@ -179,11 +188,13 @@ def all_for_all(
 ) -> Hidden:
     """Compute all experts for all tokens, which is less than compilers make of groups
     without a kernel."""
-    is_chosen = chosen[..., None] == jnp.arange(len(matrices[0]))
+    gate, up, down = matrices
+    is_chosen = chosen[..., None] == jnp.arange(len(gate))
+    # An expert that was not chosen has the weight 0, so the sum leaves it out.
     weights = jnp.sum(weights[..., None] * is_chosen, axis=2).astype(x.dtype)
-    hidden = activation(jnp.einsum("btd,eid->btei", x, matrices[0]))
-    hidden = hidden * jnp.einsum("btd,eid->btei", x, matrices[1]) * weights[..., None]
-    return jnp.einsum("btei,edi->btd", hidden, matrices[2])
+    hidden = activation(jnp.einsum("btd,eid->btei", x, gate))
+    hidden = hidden * jnp.einsum("btd,eid->btei", x, up) * weights[..., None]
+    return jnp.einsum("btei,edi->btd", hidden, down)
 
 
 def routing_sums(
@@ -194,11 +205,12 @@ def routing_sums(
     """Return, for each expert, the number of times that it was chosen, and the sum of
     its probabilities, over the tokens that are not padding.
     """
-    weights = jnp.ones(chosen.shape[:2]) if real is None else real.astype(jnp.float32)
+    weights = jnp.ones(chosen.shape[:2])
+    if real is not None:
+        weights = real.astype(jnp.float32)
     times = jnp.sum(chosen[..., None] == jnp.arange(probabilities.shape[-1]), axis=2)
-    return jnp.stack(
-        [
-            jnp.einsum("bt,bte->e", weights, y.astype(jnp.float32))
-            for y in (times, probabilities)
-        ]
-    )
+
+    def over_tokens(x: Array) -> Array:
+        return jnp.einsum("bt,bte->e", weights, x.astype(jnp.float32))
+
+    return jnp.stack([over_tokens(times), over_tokens(probabilities)])

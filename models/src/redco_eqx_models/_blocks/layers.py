@@ -9,9 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx.types import Key
 
+# The names are those of transformers' `activations.py`. `gelu` is exact there, and
+# approximate by default in JAX. Three names mean the approximation by tanh (Hendrycks
+# and Gimpel 2016).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": jax.nn.gelu,  # the tanh approximation
+    "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "gelu_fast": jax.nn.gelu,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -45,7 +48,9 @@ class Linear(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         x = jnp.einsum("...i,oi->...o", x, self.weight)
-        return x if self.bias is None else x + self.bias
+        if self.bias is None:
+            return x
+        return x + self.bias
 
 
 def make_linears(
@@ -86,8 +91,11 @@ class Embedding(eqx.Module):
         num_rows = self.weight.shape[0]
         if num == num_rows:
             return ids
+        # In the dtype of small ids, such as int8, the sums below could overflow.
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+        # A negative id counts from the end of the tokens, not from that of the padding.
         ids = jnp.where((ids < 0) & (ids >= -num), ids + num, ids)
+        # `jnp.take` returns NaN for ids outside the table, which shows the mistake.
         beyond = jnp.where(ids < 0, ids - num_rows, ids + num_rows)
         return jnp.where((ids < 0) | (ids >= num), beyond, ids)
 
@@ -107,10 +115,11 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # Subtract the mean first. The mean of the squares less the square of the mean
+        # would lose its digits where the mean is large.
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(
-            jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps
-        )
+        variance = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(variance + self.eps)
         if self.weight is not None and self.bias is not None:
             y = y * self.weight + self.bias
         return y.astype(x.dtype)
@@ -126,17 +135,19 @@ class RMSNorm(eqx.Module):
     offset: float = eqx.field(static=True)
 
     def __init__(self, size: int, *, eps: float = 1e-6, offset: float = 0.0):
+        # With the offset, the factor is 1 at first.
         self.weight = jnp.full(size, 1 - offset)
         self.eps = eps
         self.offset = offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = y * jax.lax.rsqrt(
-            jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps
-        )
+        mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(mean_square + self.eps)
         if self.offset:
+            # transformers' Gemma multiplies in float32, and rounds once, at the end.
             return ((self.offset + self.weight) * y).astype(x.dtype)
+        # transformers' LLaMA rounds before it multiplies.
         return self.weight.astype(x.dtype) * y.astype(x.dtype)
 
 
@@ -164,14 +175,21 @@ class TiedHead(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
         logits = capped(jnp.einsum("...i,oi->...o", x, self.weight), self.cap)
-        return logits if self.bias is None else logits + self.bias
+        if self.bias is None:
+            return logits
+        return logits + self.bias
 
 
 def capped(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
     """Bound numbers smoothly to `cap` on both sides. `None` leaves them unchanged."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    if cap is None:
+        return x
+    # Bello et al. 2016. Gemma 2 bounds its scores and its logits like this.
+    return cap * jnp.tanh(x / cap)
 
 
 def maybe(layer: Callable[[Array], Array] | None, x: Array) -> Array:
     """Apply a layer that a family may leave out (`None`)."""
-    return x if layer is None else layer(x)
+    if layer is None:
+        return x
+    return layer(x)

@@ -46,17 +46,20 @@ class LoRA(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Apply the projection to the last dim."""
+        # First to `rank` features, and then back. The product of the two factors would
+        # be as large as the weight.
         low = jnp.einsum("...i,ri->...r", x, self.lora_a)
+        branch = jnp.einsum("...r,or->...o", low, self.lora_b)
         output = self.base(x)
-        return (
-            output + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
-        ).astype(output.dtype)
+        return (output + self.scale * branch).astype(output.dtype)
 
     def merge(self, *, wide: bool = False) -> Linear:
         """Return the projection alone, with the branch added to its weight; in the
         wider of the dtypes if `wide`."""
+        # `@` also multiplies stacked layers, one by one.
         weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
-        weight = weight if wide else weight.astype(self.base.weight.dtype)
+        if not wide:
+            weight = weight.astype(self.base.weight.dtype)
         return eqx.tree_at(lambda base: base.weight, self.base, weight)
 
 
@@ -97,10 +100,11 @@ def add_lora(
         *stack, num_out, num_in = base.weight.shape
         dtype = base.weight.dtype
         own = jax.random.fold_in(key, next(numbers))
+        # Hu et al. 2021, section 4.1: random numbers in the first factor, and zeros in
+        # the second, so that the branch is 0 at first.
         first = jax.random.normal(own, (*stack, rank, num_in), dtype) / num_in**0.5
-        return LoRA(
-            base, first, jnp.zeros((*stack, num_out, rank), dtype), float(scale)
-        )
+        second = jnp.zeros((*stack, num_out, rank), dtype)
+        return LoRA(base, first, second, float(scale))
 
     return beside(model, targets, branch)
 
@@ -125,6 +129,7 @@ def beside(
         found.update((path, name))
         return branch(path, node)
 
+    # A projection that has a branch is a leaf too, so that its base gets no second one.
     adapted = jax.tree_util.tree_map_with_path(
         one, model, is_leaf=lambda x: isinstance(x, Linear | LoRA)
     )
@@ -157,6 +162,9 @@ def merge_lora(model: M) -> M:
     def is_branch(node: PyTree) -> bool:
         return isinstance(node, LoRA)
 
-    return jax.tree.map(
-        lambda node: node.merge() if is_branch(node) else node, model, is_leaf=is_branch
-    )
+    def merged(node: PyTree) -> PyTree:
+        if is_branch(node):
+            return node.merge()
+        return node
+
+    return jax.tree.map(merged, model, is_leaf=is_branch)

@@ -119,11 +119,9 @@ class Model(eqx.Module):
         By default, these are the tokens of a model with a vocabulary. `None` leaves the
         layout to the path rules.
         """
-        return (
-            None
-            if getattr(self.config, "vocab_size", None) is None
-            else (self.example_tokens(batch_size),)
-        )
+        if getattr(self.config, "vocab_size", None) is None:
+            return None
+        return (self.example_tokens(batch_size),)
 
     def example_tokens(self, batch_size: int) -> jax.ShapeDtypeStruct:
         """Return an abstract array with at most 128 tokens in each row."""
@@ -153,6 +151,7 @@ def _check_tokens(
             f"input_ids, {shape}: 1 for each token, 0 for padding. Or {by_token}: what "
             "each token sees."
         )
+    # Texts that branch share positions, so a row may have more tokens than the table.
     is_branching = attention_mask is not None and attention_mask.ndim == 3
     if max_positions is not None and shape[1] > max_positions and not is_branching:
         raise ValueError(
@@ -188,28 +187,25 @@ def make_context(
     _check_tokens(input_ids, attention_mask, model.config.max_positions, cache)
     window = model.config.window
     windowed = model.config.windowed
+    # With a cache, a call often has a single token, which cannot be split.
     sequence_parallel = model.sequence_parallel and cache is None
     size, num_tokens = input_ids.shape
     given = jnp.ones((size, num_tokens), bool)
     if attention_mask is not None and attention_mask.ndim == 2:
         given = attention_mask.astype(bool)
-    num_before = (
-        0
-        if cache is None
-        else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
-    )
-    if (
-        window is not None
-        and attention_mask is None
-        and positions is None
-        and cache is None
-    ):
-        # A window as long as the text hides nothing.
-        window = window if window < num_tokens else None
+    num_before: Array | int = 0
+    if cache is not None:
+        # Padding takes a slot, but no position.
+        num_before = jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
+    is_plain = attention_mask is None and positions is None and cache is None
+    if window is not None and is_plain and window >= num_tokens:
+        # A window as long as the text hides nothing. Without a mask, flash attention
+        # can compute it.
+        window = None
     if positions is None:
-        positions = jnp.maximum(
-            num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0
-        )
+        counted = num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1
+        # Padding on the left would have position -1, which reads a table's last row.
+        positions = jnp.maximum(counted, 0)
     if cache is None:
         valid = given
         slot_positions = positions
@@ -217,13 +213,10 @@ def make_context(
         first = jnp.zeros((), jnp.int32)
     else:
         first = length = cache.length
-        valid, slot_positions = (
-            jax.lax.dynamic_update_slice_in_dim(
-                old, new.astype(old.dtype), first, axis=1
-            )
-            for old, new in ((cache.mask, given), (cache.positions, positions))
-        )
+        valid = _fill_slots(cache.mask, given, first)
+        slot_positions = _fill_slots(cache.positions, positions, first)
         cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
+    # Masks are true where a token may look, unlike the additive masks of transformers.
     if attention_mask is not None and attention_mask.ndim == 3:
         mask = attention_mask.astype(bool)[:, None]
     elif cache is None and attention_mask is None and window is None:
@@ -231,14 +224,15 @@ def make_context(
     elif not causal:
         mask = valid[:, None, None, :]
     else:
+        # The order of slots is that of the tokens, also where positions repeat.
         before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
         mask = before[None, None] & valid[:, None, None, :]
     near = mask
     if mask is not None and window is not None:
-        # By position, because padding may lie between two slots.
-        near = mask & (
-            slot_positions[:, None, None, :] > positions[:, None, :, None] - window
-        )
+        # By position, because padding may lie between two slots. A token sees `window`
+        # tokens with itself among them, as in transformers (`sliding_window_overlay`).
+        oldest = positions[:, None, :, None] - window
+        near = mask & (slot_positions[:, None, None, :] > oldest)
     context = Context(
         positions,
         near if windowed is None else mask,
@@ -251,6 +245,13 @@ def make_context(
         real=given,
     )
     return context, cache
+
+
+def _fill_slots(slots: Array, new: Array, first: Array) -> Array:
+    """Return values of slots, `(batch, slots)`, with the new ones from slot `first`
+    on."""
+    new = new.astype(slots.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(slots, new, first, axis=1)
 
 
 def make_layers(
@@ -267,9 +268,10 @@ def make_layers(
     Return a list or, if `stacked`, one layer whose arrays have a leading dim for the
     layer number.
     """
-    keys = jax.random.split(
-        key, config.num_layers if num_layers is None else num_layers
-    )
+    if num_layers is None:
+        num_layers = config.num_layers
+    # Both forms get the same keys, and therefore the same numbers.
+    keys = jax.random.split(key, num_layers)
     if stacked:
         return eqx.filter_vmap(lambda key: make_layer(config, key=key))(keys)
     return [make_layer(config, key=key) for key in keys]
@@ -277,11 +279,10 @@ def make_layers(
 
 def count_layers(layers: PyTree) -> int:
     """Return the number of layers, in a list or stacked."""
-    return (
-        len(layers)
-        if isinstance(layers, list)
-        else next(iter(to_arrays(layers).values())).shape[0]
-    )
+    if isinstance(layers, list):
+        return len(layers)
+    first_array = next(iter(to_arrays(layers).values()))
+    return first_array.shape[0]
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
@@ -343,19 +344,31 @@ def run_layers(
 
     def one(given: Any, flow: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
         x, cached, sums = flow
-        own = None if memory is None else Memory(*given["memory"], mask=memory.mask)
-        own = dataclasses.replace(context, memory=own, layer=given["index"])
-        x, piece, *more = given["layer"](
-            x, own, (*cached, given["index"]) if cached else None, given["key"]
-        )
-        return x, piece[:2] if piece else (), None if sums is None else sums + more[0]
+        own_memory = None
+        if memory is not None:
+            # The mask is the same in all layers, so it is not stacked.
+            own_memory = Memory(*given["memory"], mask=memory.mask)
+        own = dataclasses.replace(context, memory=own_memory, layer=given["index"])
+        layer_cache = None
+        if cached:
+            layer_cache = (*cached, given["index"])
+        x, layer_cache, *more = given["layer"](x, own, layer_cache, given["key"])
+        cached = ()
+        if layer_cache:
+            # The number of the layer comes from `given`, and does not flow.
+            cached = layer_cache[:2]
+        if sums is not None:
+            sums = sums + more[0]
+        return x, cached, sums
 
     further = {
         "index": jnp.arange(num_layers),
         "key": keys,
         "memory": None if memory is None else (memory.key, memory.value),
     }
-    # The cache of all layers is changed in place, so its layout stays open (`None`).
+    # The cache of all layers flows from layer to layer, because XLA changes the carry
+    # of a loop in place, but would write what each layer returns into new memory. The
+    # batch is not its leading dim, so its layout stays open (`None`).
     options: Any = {
         "batched": (True, None, None),
         "sequence_parallel": context.sequence_parallel,
@@ -369,12 +382,14 @@ def run_layers(
         if isinstance(further["index"], Tracer) and not has_foreign:
             # Outside a trace, each call would compile.
             run = _traced_once(run)
-        parts = [
-            [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)}]
-            for i, x in enumerate(layers)
-        ]
+        parts = []
+        for i, layer in enumerate(layers):
+            own_further = jax.tree.map(lambda a, i=i: a[i], further)
+            parts.append([{"layer": layer, **own_further}])
     flow = (x, () if cache is None else (cache.key, cache.value), sums)
     for part in parts:
         flow = run(part, flow)
     x, cached, sums = flow
-    return x, cached if sums is None else (*cached, sums)
+    if sums is None:
+        return x, cached
+    return x, (*cached, sums)

@@ -82,31 +82,38 @@ class Rope:
         """Return radians per position, for each pair of the features that turn of a
         head of `size`."""
         size = int(size * self.partial_rotary_factor)
+        # Su et al. 2021, section 3.2.2. The host computes in float64, and `rotate`
+        # rounds the result once.
         base = self.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         if self.rope_type == "linear":
+            # Position interpolation (Chen et al. 2023): dividing positions is the same
+            # as dividing frequencies.
             return base / self.factor
         if self.rope_type == "llama3":
+            # `_compute_llama3_parameters` of transformers, which compares wavelengths.
+            # The number of turns in the original length is that length over them.
             turns = self.original_max_position_embeddings * base / (2 * math.pi)
             span = self.high_freq_factor - self.low_freq_factor
             kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
             return kept * base + (1 - kept) * base / self.factor
         if self.rope_type == "yarn":
+            # Peng et al. 2023, section 3.2, "NTK-by-parts", with the rounding to whole
+            # pairs of `_compute_yarn_parameters` of transformers.
             first = max(math.floor(self._pair_of(self.beta_fast, size)), 0)
+            # transformers has this limit, although there are only `size // 2` pairs.
             last = min(math.ceil(self._pair_of(self.beta_slow, size)), size - 1)
-            divided = np.clip(
-                (np.arange(size // 2) - first) / ((last - first) or 1e-3), 0, 1
-            )
+            # If both are the same pair, the blend is a step, and not a division by 0.
+            span = (last - first) or 1e-3
+            divided = np.clip((np.arange(size // 2) - first) / span, 0, 1)
             return (1 - divided) * base + divided * base / self.factor
         return base
 
     def _pair_of(self, num_turns: float, size: int) -> float:
         """Return the pair that turns `num_turns` times within the original length."""
+        # Pair i turns `length * theta ** (-2 i / size) / (2 pi)` times. Solve for i.
         length = self.original_max_position_embeddings
-        return (
-            size
-            * math.log(length / (num_turns * 2 * math.pi))
-            / (2 * math.log(self.theta))
-        )
+        ratio = math.log(length / (num_turns * 2 * math.pi)) / math.log(self.theta)
+        return size * ratio / 2
 
     @property
     def scale(self) -> float:
@@ -117,9 +124,12 @@ class Rope:
             return self.attention_factor
 
         def magnitude(scale: float) -> float:
+            # Peng et al. 2023, section 3.4, for `scale` 1. The paper's factor on the
+            # scores is the square of this one, which queries and keys have both.
             return 0.1 * scale * math.log(max(self.factor, 1.0)) + 1.0
 
         if self.mscale and self.mscale_all_dim:
+            # transformers ignores one of them without the other.
             return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
         return magnitude(1.0)
 
@@ -136,8 +146,10 @@ class Rope:
         number.
         """
         default = default or cls()
+        # `rope_scaling or self.rope_parameters` in transformers' `modeling_rope_utils`.
         name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         part: Any = raw.get(name) or {}
+        # Gemma 3 has an object for each kind of layer, see `LayerRopes`.
         if not isinstance(part, Mapping) or any(
             isinstance(x, Mapping) for x in part.values()
         ):
@@ -147,17 +159,13 @@ class Rope:
             )
         if not raw.keys() & {"rope_scaling", "rope_parameters"}:
             part = default.to_json()["rope_scaling"] or {}
-        alone = {
-            name: raw[name]
-            for name in ("rope_theta", "partial_rotary_factor")
-            if name in raw
-        }
+        # In files of transformers 4, these two are beside `rope_scaling`.
+        beside = ("rope_theta", "partial_rotary_factor")
+        given: dict[str, Any] = {name: raw[name] for name in beside if name in raw}
         length = "original_max_position_embeddings"
-        given: dict[str, Any] = {
-            length: raw.get("max_position_embeddings"),
-            **alone,
-            **part,
-        }
+        given[length] = raw.get("max_position_embeddings")
+        given |= part
+        # Old files call it `type`.
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
@@ -170,6 +178,7 @@ class Rope:
                 f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} "
                 "in rope_parameters or rope_scaling, which is missing."
             )
+        # Without it, yarn does not round to whole pairs, as in gpt-oss.
         if given.get("truncate") not in (None, True):
             raise ValueError(
                 "config.json: truncate of yarn is not supported, only true."
@@ -202,17 +211,12 @@ class Rope:
         """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and
         `rope_scaling` of 4."""
         names = (*ROPE_TYPES[self.rope_type], *OPTIONAL.get(self.rope_type, ()))
-        numbers = {
-            name: getattr(self, name)
-            for name in names
-            if getattr(self, name) is not None
-        }
+        numbers = {name: getattr(self, name) for name in names}
+        numbers = {name: x for name, x in numbers.items() if x is not None}
         scaling = {"rope_type": self.rope_type, **numbers}
-        part = (
-            {}
-            if (x := self.partial_rotary_factor) == 1
-            else {"partial_rotary_factor": x}
-        )
+        part = {}
+        if self.partial_rotary_factor != 1:
+            part["partial_rotary_factor"] = self.partial_rotary_factor
         return {
             "rope_theta": self.theta,
             "rope_scaling": scaling if numbers else None,
@@ -239,25 +243,19 @@ def rotate(
         one is in the first half and one in the second (LLaMA).
     """
     size = 2 * len(frequencies)
+    # bfloat16 has 8 significant bits, which do not tell positions 256 and 257 apart.
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions[:, :, None, None].astype(dtype) * jnp.asarray(frequencies, dtype)
     cos = scale * jnp.cos(angles)
     sin = scale * jnp.sin(angles)
-    pattern = (
-        "b t h (i two) -> two b t h i"
-        if interleaved
-        else "b t h (two i) -> two b t h i"
-    )
-    first, second = rearrange(x[..., :size].astype(dtype), pattern, two=2)
+    # Su et al. 2021 turn neighbours (`rotate_every_two` of transformers). In the files
+    # of LLaMA, the features are in another order, for halves (`rotate_half`).
+    pair = "(i two)" if interleaved else "(two i)"
+    turning = x[..., :size].astype(dtype)
+    first, second = rearrange(turning, f"b t h {pair} -> two b t h i", two=2)
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
-    back = (
-        "two b t h i -> b t h (i two)"
-        if interleaved
-        else "two b t h i -> b t h (two i)"
-    )
-    return jnp.concatenate(
-        [rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1
-    )
+    turned = rearrange(turned, f"two b t h i -> b t h {pair}").astype(x.dtype)
+    return jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
@@ -266,10 +264,12 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
     Half of the buckets have one distance each; the other half grow logarithmically.
     """
+    # `_relative_position_bucket` of transformers' T5.
     num_exact = num_buckets // 2
     distance = np.arange(max_distance + 1)
     # In float32, because the models were trained with the rounding of float32 at the
-    # borders between buckets.
+    # borders between buckets. Distance 0 has a bucket of its own, so the 1 in its place
+    # only avoids the logarithm of 0.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(num_exact)
     growth = (
         np.log(ratio)
@@ -313,25 +313,32 @@ def relative_bias(
         does not divide evenly.
     """
     ahead = key[:, None] - query[:, :, None]
-    num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
-    distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
-    buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[
-        jnp.minimum(distance, max_distance)
-    ]
+    num_buckets = table.num_embeddings
+    distance = jnp.maximum(-ahead, 0)
+    if bidirectional:
+        num_buckets = num_buckets // 2
+        distance = jnp.abs(ahead)
+    # The buckets are constants of the program. On the device, the logarithm of another
+    # compiler could round differently at a border between two of them.
+    of_distances = jnp.asarray(distance_buckets(num_buckets, max_distance))
+    buckets = of_distances[jnp.minimum(distance, max_distance)]
     if bidirectional:
         buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
     if len(buckets) > 1:
         return jnp.moveaxis(table(buckets), -1, 1)
-    weights = jnp.take(_for_each_part(table.weight, batch_size), buckets[0], axis=1)
-    return jnp.moveaxis(weights, -1, 1)
+    tables = _for_each_part(table.weight, batch_size)
+    bias = jnp.take(tables, buckets[0], axis=1)
+    return jnp.moveaxis(bias, -1, 1)
 
 
 def _for_each_part(
     weight: Float[Array, "buckets heads"], batch_size: int
 ) -> Float[Array, "n buckets heads"]:
+    """Return the table once for each part of the batch, on the devices of that part."""
     axes = activation_axes(weight, num_rows=batch_size)
     if axes is None or axes.rows is None:
         return weight[None]
     parts = jnp.broadcast_to(weight, (axes.num_row_shards, *weight.shape))
+    # The other two dims stay as the compiler has them.
     spec = PartitionSpec(axes.rows, *[PartitionSpec.UNCONSTRAINED] * 2)
     return jax.lax.with_sharding_constraint(parts, NamedSharding(axes.mesh, spec))
