@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redco_eqx.types import Key
+from redco_eqx_models._blocks.layers import maybe
 from redco_eqx_models._blocks.model import Options
 from redco_eqx_models._diffusion.blocks import Given, MakeResnet, PixelAttention, Stage
 from redco_eqx_models._diffusion.layers import Conv, GroupNorm, ResnetBlock
 from redco_eqx_models._diffusion.model import ImageModel, StagesConfig, check_image
 
 EPS = 1e-6
-"""The number of groups of all norms, which is not in the configuration."""
+"""The number added to the variance in all norms, as in diffusers' `vae.py`. It is not
+in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,9 @@ class Encoder(eqx.Module):
                 channels[max(i - 1, 0)],
                 *[channels[i]] * (config.layers_per_block - 1),
             ]
+            # Zeros only on the right and below: with a padding of 0, `Downsample2D` of
+            # diffusers adds them before the convolution. The UNet has them on all
+            # sides.
             padding = None if i == last else (0, 1)
             self.down_blocks.append(
                 Stage(num_in, channels[i], make_resnet, None, padding=padding, key=key)
@@ -98,9 +103,8 @@ class Encoder(eqx.Module):
         x = self.conv_in(images)
         for block in self.down_blocks:
             x = block.down(x, given, None)[-1]
-        return self.conv_out(
-            jax.nn.silu(self.conv_norm_out(self.mid_block.down(x, given, None)[-1]))
-        )
+        x = self.mid_block.down(x, given, None)[-1]
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
 
 class Decoder(eqx.Module):
@@ -121,6 +125,7 @@ class Decoder(eqx.Module):
         self.up_blocks = []
         make_resnet = _resnet_maker(config)
         for i, key in enumerate(keys):
+            # As in diffusers, one more residual block than in the encoder's stages.
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block]
             self.up_blocks.append(
                 Stage(
@@ -149,6 +154,8 @@ class AutoencoderKL(ImageModel):
     post_quant_conv: Conv | None
     config: AutoencoderKLConfig = eqx.field(static=True)
 
+    # The names of the attention in old files, which diffusers renames too when it loads
+    # them.
     renamed = {
         r"\.query\.": ".to_q.",
         r"\.key\.": ".to_k.",
@@ -170,16 +177,11 @@ class AutoencoderKL(ImageModel):
         latent = config.latent_channels
         self.encoder = Encoder(config, key=encoder_key)
         self.decoder = Decoder(config, key=decoder_key)
-        self.quant_conv = (
-            Conv(2 * latent, 2 * latent, 1, key=after_key)
-            if config.use_quant_conv
-            else None
-        )
-        self.post_quant_conv = (
-            Conv(latent, latent, 1, key=before_key)
-            if config.use_post_quant_conv
-            else None
-        )
+        self.quant_conv = self.post_quant_conv = None
+        if config.use_quant_conv:
+            self.quant_conv = Conv(2 * latent, 2 * latent, 1, key=after_key)
+        if config.use_post_quant_conv:
+            self.post_quant_conv = Conv(latent, latent, 1, key=before_key)
 
     @property
     def _given(self) -> Given:
@@ -211,9 +213,9 @@ class AutoencoderKL(ImageModel):
         that is not a multiple of `config.downscale`.
         """
         check_image("images", images, self.config.in_channels, self.config.downscale)
-        x = self.encoder(images, self._given)
-        x = x if self.quant_conv is None else self.quant_conv(x)
+        x = maybe(self.quant_conv, self.encoder(images, self._given))
         mean, log_variance = jnp.split(x, 2, axis=1)
+        # `DiagonalGaussianDistribution` of diffusers has these bounds.
         return mean, jnp.clip(log_variance, -30, 20)
 
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c _ _"]:
@@ -222,8 +224,7 @@ class AutoencoderKL(ImageModel):
         **Raises:** `ValueError` for a wrong number of channels.
         """
         check_image("latents", latents, self.config.latent_channels)
-        x = latents if self.post_quant_conv is None else self.post_quant_conv(latents)
-        return self.decoder(x, self._given)
+        return self.decoder(maybe(self.post_quant_conv, latents), self._given)
 
 
 def _resnet_maker(config: AutoencoderKLConfig) -> MakeResnet:
@@ -237,7 +238,9 @@ def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> Stage:
     make_attention = partial(
         PixelAttention, channels, num_groups=config.norm_num_groups, eps=EPS
     )
-    attention = make_attention if config.mid_block_add_attention else None
+    attention = None
+    if config.mid_block_add_attention:
+        attention = make_attention
     return Stage(
         [channels] * 2,
         channels,

@@ -35,6 +35,7 @@ from redco_eqx_models._blocks.layers import (
 from redco_eqx_models._blocks.model import Options, make_layers
 from redco_eqx_models._blocks.multihead import MultiHeadAttention
 
+# fairseq counts positions from its padding token, 1, so the first token has row 2.
 POSITION_OFFSET = 2
 """The first token's row in the tables of positions. The rows before it are left over
 from fairseq."""
@@ -124,8 +125,10 @@ class BartLayer(eqx.Module):
 
         self.self_attn = attention(self_key)
         self.self_attn_layer_norm = LayerNorm(size, affine=affine)
-        self.encoder_attn = attention(cross_key) if cross else None
-        self.encoder_attn_layer_norm = LayerNorm(size, affine=affine) if cross else None
+        self.encoder_attn = self.encoder_attn_layer_norm = None
+        if cross:
+            self.encoder_attn = attention(cross_key)
+            self.encoder_attn_layer_norm = LayerNorm(size, affine=affine)
         self.fc1, self.fc2 = make_linears(
             mlp_key, (size, inner), (inner, size), use_bias=use_bias, std=std
         )
@@ -141,15 +144,13 @@ class BartLayer(eqx.Module):
         self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
     ) -> LayerOutput:
         self_key, cross_key, mlp_key, *keys = split_key(key, 6)
-        y, cache = self.self_attn(
-            self._open(x, self.self_attn_layer_norm), context, cache, self_key
-        )
+        y = self._open(x, self.self_attn_layer_norm)
+        y, cache = self.self_attn(y, context, cache, self_key)
         x = self._close(x, y, self.self_attn_layer_norm, keys[0])
-        if (
-            self.encoder_attn is not None
-            and (norm := self.encoder_attn_layer_norm) is not None
-        ):
-            y = self.encoder_attn.over_memory(self._open(x, norm), context, cross_key)
+        norm = self.encoder_attn_layer_norm
+        if self.encoder_attn is not None and norm is not None:
+            y = self._open(x, norm)
+            y = self.encoder_attn.over_memory(y, context, cross_key)
             x = self._close(x, y, norm, keys[1])
         y = self._open(x, self.final_layer_norm)
         activation = self.activation_function
@@ -159,11 +160,17 @@ class BartLayer(eqx.Module):
         return self._close(x, y, self.final_layer_norm, keys[2]), cache
 
     def _open(self, x: Hidden, norm: LayerNorm) -> Hidden:
-        return norm(x) if self.before else x
+        """Return the input of a branch."""
+        if self.before:
+            return norm(x)
+        return x
 
     def _close(self, x: Hidden, y: Hidden, norm: LayerNorm, key: Key | None) -> Hidden:
+        """Return the stream with the output of a branch added."""
         x = x + dropout(self.dropout, y, key)
-        return x if self.before else norm(x)
+        if self.before:
+            return x
+        return norm(x)
 
 
 class BartStack(eqx.Module):
@@ -201,6 +208,7 @@ class BartStack(eqx.Module):
     ) -> Hidden:
         """Return the input of the first layer."""
         x = context.embed(table, input_ids) * self.scale
+        # transformers' BART counts padding too, and differs with padding on the left.
         x = x + self.embed_positions(context.positions + POSITION_OFFSET)
         return dropout(self.dropout, self.layernorm_embedding(x), key)
 
@@ -254,6 +262,7 @@ class BartForConditionalGeneration(EncoderDecoder):
     ):
         super().__init__(config, **options)
         self.model = BartModel(config, stacked=stacked, key=key)
+        # A buffer in transformers, so it is in files, but is not trained.
         self.final_logits_bias = np.zeros((1, config.vocab_size), np.float32)
         self.lm_head = None
 
@@ -261,6 +270,7 @@ class BartForConditionalGeneration(EncoderDecoder):
     def head(self) -> TiedHead:
         """The layer that computes the logits."""
         table = self.model.shared.weight
+        # Inside a traced function, a buffer may be a traced array with a gradient.
         bias = jax.lax.stop_gradient(self.final_logits_bias)
         return TiedHead(table, jnp.asarray(bias, table.dtype)[0])
 
@@ -284,6 +294,7 @@ class BartForConditionalGeneration(EncoderDecoder):
         return self.model.decoder.embed(self.model.shared, input_ids, context, key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
+        # The last layer ends with a norm.
         return x
 
 
@@ -354,6 +365,8 @@ class OPTDecoder(eqx.Module):
         )
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         self.final_layer_norm = None
+        # The second entry is for models that were fine-tuned with transformers before
+        # 4.20.1, which left this norm out.
         if config.do_layer_norm_before and not config._remove_final_layer_norm:
             self.final_layer_norm = LayerNorm(
                 size, affine=config.layer_norm_elementwise_affine

@@ -62,11 +62,9 @@ class BertConfig(EncoderConfig, Config):
     @property
     def head_dropout(self) -> float:
         """The dropout rate before a classifier."""
-        return (
-            self.hidden_dropout_prob
-            if self.classifier_dropout is None
-            else self.classifier_dropout
-        )
+        if self.classifier_dropout is None:
+            return self.hidden_dropout_prob
+        return self.classifier_dropout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,7 @@ class RobertaConfig(BertConfig):
 
     @property
     def position_offset(self) -> int:
+        # fairseq, where RoBERTa comes from, gives padding the row of its own number.
         assert self.pad_token_id is not None
         return self.pad_token_id + 1
 
@@ -131,13 +130,15 @@ class BertEmbeddings(eqx.Module):
         key: Key | None,
     ) -> Hidden:
         if positions is None and self.position_offset and context.real is not None:
+            # `create_position_ids_from_input_ids` of transformers' RoBERTa counts the
+            # tokens that are not `pad_token_id`. It does not look at the mask.
             real = context.real & (input_ids != self.position_offset - 1)
-            # Padding takes the row before row 0.
+            # Padding gets position -1, and with the offset the row `pad_token_id`.
             positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1
-        positions = context.positions if positions is None else positions
-        x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(
-            types
-        )
+        if positions is None:
+            positions = context.positions
+        x = context.embed(self.word_embeddings, input_ids)
+        x = x + self.token_type_embeddings(types)
         x = x + self.position_embeddings(positions + self.position_offset)
         return dropout(self.dropout, self.LayerNorm(x), key)
 
@@ -152,6 +153,7 @@ class BertModel(Model):
     config: BertConfig = eqx.field(static=True)
 
     stacks = ("encoder.layer",)
+    # Files of a model with a head have its body under one of these names.
     outer = ("bert.", "roberta.")
     ignored = (POSITIONS,)
     dropped = (r"^(cls|lm_head|classifier)\.",)
@@ -172,11 +174,9 @@ class BertModel(Model):
         self.encoder = EncoderLayers(
             make_layers(EncoderLayer, config, stacked=stacked, key=layers_key)
         )
-        self.pooler = (
-            Dense(config.make_linear(config.hidden_size, key=pooler_key))
-            if pools
-            else None
-        )
+        self.pooler = None
+        if pools:
+            self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key))
 
     def hidden_states(
         self,
@@ -200,8 +200,9 @@ class BertModel(Model):
         - `key`: for dropout, which needs a key and a model that is not in inference
             mode (`eqx.nn.inference_mode`).
         """
-        types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        embed = functools.partial(self.embeddings, input_ids, types, positions)
+        if token_type_ids is None:
+            token_type_ids = jnp.zeros_like(input_ids)
+        embed = functools.partial(self.embeddings, input_ids, token_type_ids, positions)
         layers = self.encoder.layer
         return encode_tokens(
             self, input_ids, embed, layers, attention_mask=attention_mask, key=key
@@ -238,9 +239,8 @@ class MaskedLM(Model):
     def hidden_states(self, input_ids: Ids, **options: Any) -> Hidden:
         """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         body, dense, activation, norm, _ = self.parts()
-        return norm(
-            ACTIVATIONS[activation](dense(body.hidden_states(input_ids, **options)))
-        )
+        hidden = dense(body.hidden_states(input_ids, **options))
+        return norm(ACTIVATIONS[activation](hidden))
 
     def __call__(self, input_ids: Ids, **options: Any) -> Float[Array, "b t vocab"]:
         """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
@@ -277,7 +277,9 @@ class BertForMaskedLM(MaskedLM):
     architecture = "BertForMaskedLM"
     stacks = ("bert.encoder.layer",)
     ignored = (POSITIONS,)
+    # The published models were also trained to predict the next sentence, with these.
     dropped = (r"\bpooler\.", r"^cls\.seq_relationship\.")
+    # Old files have the bias under both names.
     tied = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -347,9 +349,8 @@ class BertForSequenceClassification(Model):
         `BertModel.hidden_states`.
         """
         body_key, head_key = split_key(key, 2)
-        pooled = self.bert.pool(
-            self.bert.hidden_states(input_ids, key=body_key, **options)
-        )
+        hidden = self.bert.hidden_states(input_ids, key=body_key, **options)
+        pooled = self.bert.pool(hidden)
         return self.classifier(dropout(self.dropout, pooled, head_key))
 
 
@@ -397,6 +398,7 @@ class RobertaForMaskedLM(MaskedLM):
 
     def parts(self) -> tuple[BertModel, Linear, str, layers.LayerNorm, Array]:
         head = self.lm_head
+        # `RobertaLMHead` of transformers has this activation, whatever `hidden_act` is.
         return self.roberta, head.dense, "gelu", head.layer_norm, head.bias
 
 

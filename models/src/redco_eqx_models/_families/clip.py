@@ -68,10 +68,10 @@ class CLIPTextEmbeddings(eqx.Module):
         )
 
     def __call__(self, input_ids: Ids, context: Context, _: Key | None) -> Hidden:
-        places = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
-        return context.embed(self.token_embedding, input_ids) + self.position_embedding(
-            places
-        )
+        x = context.embed(self.token_embedding, input_ids)
+        # Not `context.positions`, which do not count padding.
+        positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+        return x + self.position_embedding(positions)
 
 
 class CLIPMLP(eqx.Module):
@@ -145,6 +145,7 @@ class CLIPTextModel(Model):
     stacks = ("text_model.encoder.layers",)
     vocabulary = (r"\.token_embedding$",)
     prefixes = ("text_model.",)
+    # A buffer of old files, and the image half of a file of the whole CLIP.
     ignored = (
         r"\bposition_ids$",
         r"^vision_model\.",

@@ -62,6 +62,7 @@ class GPTConfig(Config):
     @property
     def inner(self) -> int:
         """Features inside the MLP."""
+        # Files have null for this, and transformers then multiplies by 4.
         return self.n_inner or 4 * self.n_embd
 
 
@@ -103,6 +104,8 @@ class Conv1D(eqx.Module):
         std: float,
         key: Key,
     ):
+        # The weight is the transpose of a Linear's, as in `Conv1D` of transformers'
+        # `pytorch_utils`, which is not a convolution.
         out = out_features if isinstance(out_features, tuple) else (out_features,)
         self.weight = std * jax.random.normal(key, (in_features, *out))
         self.bias = jnp.zeros(out)
@@ -129,8 +132,13 @@ class GPT2Attention(eqx.Module):
         size = config.n_embd
         std = config.initializer_range
         attn_key, proj_key, query_key = jax.random.split(key, 3)
+        # In files, the outputs for query, key and value lie side by side.
         self.c_attn = Conv1D(size, (2 if is_cross else 3, size), std=std, key=attn_key)
-        self.q_attn = Conv1D(size, size, std=std, key=query_key) if is_cross else None
+        self.q_attn = None
+        if is_cross:
+            self.q_attn = Conv1D(size, size, std=std, key=query_key)
+        # Radford et al. 2019, section 2.3: smaller by the root of the number of
+        # branches that add to the stream, which are two for each layer.
         self.c_proj = Conv1D(
             size, size, std=std / (2 * config.n_layer) ** 0.5, key=proj_key
         )
@@ -153,9 +161,8 @@ class GPT2Attention(eqx.Module):
             (q,) = context.column(x, self.q_attn, unit=size)
             q = split_heads(q, size)
             heads = context.cross_attend(q, **scoring)
-        return dropout(
-            self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key
-        ), cache
+        output = context.row(heads, self.c_proj, unit=size)
+        return dropout(self.resid_dropout, output, resid_key), cache
 
 
 class GPT2MLP(eqx.Module):
@@ -205,12 +212,10 @@ class GPT2Block(eqx.Module):
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
         if self.crossattention is not None and self.ln_cross_attn is not None:
-            x = (
-                x
-                + self.crossattention(self.ln_cross_attn(x), context, None, cross_key)[
-                    0
-                ]
-            )
+            # Its keys and values are in the context's memory, not in the cache.
+            y = self.ln_cross_attn(x)
+            attended, _ = self.crossattention(y, context, None, cross_key)
+            x = x + attended
         activation = self.attn.config.activation_function
         y = context.mlp(self.ln_2(x), self.mlp.c_fc, activation, self.mlp.c_proj)
         return x + dropout(self.dropout, y, mlp_key), cache
@@ -257,6 +262,8 @@ class GPT2LMHeadModel(DecoderLM):
     vocabulary = (r"\.wte$", r"^lm_head$")
     fused = (r"\.c_attn\.(weight|bias)$",)
     prefixes = ("transformer.",)
+    # The causal mask, which old versions of transformers saved as a buffer. The bias of
+    # the projection is `attn.c_attn.bias`.
     ignored = (r"\battn\.(masked_)?bias$",)
     tied = {"lm_head.weight": "transformer.wte.weight"}
     block: ClassVar[type[eqx.Module]] = GPT2Block
@@ -284,7 +291,8 @@ class GPT2LMHeadModel(DecoderLM):
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         body = self.transformer
         x = context.embed(body.wte, input_ids)
-        x = x if body.wpe is None else x + body.wpe(context.positions)
+        if body.wpe is not None:
+            x = x + body.wpe(context.positions)
         return dropout(body.drop, x, key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
@@ -297,6 +305,7 @@ class GPTJConfig(GPTConfig):
 
     model_type = "gptj"
     architecture = "GPTJForCausalLM"
+    # The head has a bias of its own, so it is more than the table.
     only = {"tie_word_embeddings": False}
 
     vocab_size: int = 50400
@@ -347,6 +356,7 @@ class GPTJBlock(eqx.Module):
         inner = config.inner
         std = config.initializer_range
         self.ln_1 = LayerNorm(size, eps=config.layer_norm_epsilon)
+        # The projections of the attention have no biases, but those of the MLP do.
         self.attn = MultiHeadAttention(
             size,
             config.n_head,
@@ -367,6 +377,8 @@ class GPTJBlock(eqx.Module):
         heads_key, *keys = split_key(key, 3)
         *projections, close = self.attn.projections
         unit = self.config.head_size
+        # The base is 10,000 in `create_sinusoidal_positions` of transformers' GPT-J,
+        # whatever the configuration.
         frequencies = Rope().frequencies(self.config.rotary_dim)
         *qkv, hidden = context.column(
             self.ln_1(x), *projections, self.mlp.fc_in, unit=unit

@@ -61,6 +61,7 @@ class GPTNeoXConfig(Config):
 
     def to_json(self) -> dict[str, Json]:
         """Return the entries of `config.json`, readable by transformers 4 and 5."""
+        # transformers 5 reads these two only if `rope_parameters` lacks them.
         old = {
             "rotary_emb_base": self.rope.theta,
             "rotary_pct": self.rope.partial_rotary_factor,
@@ -93,6 +94,8 @@ class GPTNeoXAttention(eqx.Module):
     ) -> LayerOutput:
         """Return the input of `dense`."""
         size = self.config.head_size
+        # The rows of the matrix are query, key and value of head 0, then of head 1, and
+        # so on, and not all queries first. A split by whole heads needs no permutation.
         (qkv,) = context.column(x, self.query_key_value, unit=3 * size)
         q, k, v = jnp.split(split_heads(qkv, 3 * size), 3, axis=-1)
         rope = self.config.rope
@@ -144,6 +147,8 @@ class GPTNeoXLayer(eqx.Module):
         heads, cache = self.attention.heads(
             self.input_layernorm(x), context, cache, heads_key
         )
+        # With parallel branches, both norms read the same stream, and the two output
+        # projections share one sum over `tensor`.
         closed = [(heads, self.attention.dense)]
         if not config.use_parallel_residual:
             x = context.add(x, closed, self.dropout, keys[:1], unit=config.head_size)
@@ -184,6 +189,7 @@ class GPTNeoXForCausalLM(DecoderLM):
     stacks = ("gpt_neox.layers",)
     vocabulary = (r"\.embed_in$", r"^embed_out$")
     prefixes = ("gpt_neox.",)
+    # Causal masks and frequencies, which old versions of transformers saved as buffers.
     ignored = (r"\battention\.(masked_)?bias$", r"\brotary_emb\.inv_freq$")
     tied = {"embed_out.weight": "gpt_neox.embed_in.weight"}
 
@@ -207,11 +213,8 @@ class GPTNeoXForCausalLM(DecoderLM):
         return self.embed_out
 
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
-        return dropout(
-            self.gpt_neox.emb_dropout,
-            context.embed(self.gpt_neox.embed_in, input_ids),
-            key,
-        )
+        x = context.embed(self.gpt_neox.embed_in, input_ids)
+        return dropout(self.gpt_neox.emb_dropout, x, key)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.gpt_neox.final_layer_norm(x)

@@ -150,6 +150,7 @@ class LlamaAttention(eqx.Module):
         std = config.initializer_range
         heads = config.num_attention_heads * head_size
         kv_heads = config.kv_heads * head_size
+        # Qwen2 has biases in these three, and none in the output projection.
         bias = config.attention_bias if config.qkv_bias is None else config.qkv_bias
         qkv_key, o_key = jax.random.split(key)
         self.q_proj, self.k_proj, self.v_proj = make_linears(
@@ -159,13 +160,12 @@ class LlamaAttention(eqx.Module):
             heads, size, use_bias=config.attention_bias, std=std, key=o_key
         )
         self.q_norm = self.k_norm = None
-        if config.qk_norm is not None:
-            sizes = (
-                (head_size, head_size)
-                if config.qk_norm == "head"
-                else (heads, kv_heads)
-            )
-            self.q_norm, self.k_norm = (make_norm(config, size) for size in sizes)
+        if config.qk_norm == "head":
+            self.q_norm = make_norm(config, head_size)
+            self.k_norm = make_norm(config, head_size)
+        elif config.qk_norm == "all":
+            self.q_norm = make_norm(config, heads)
+            self.k_norm = make_norm(config, kv_heads)
         self.dropout = eqx.nn.Dropout(config.attention_dropout)
         self.config = config
 
@@ -182,6 +182,8 @@ class LlamaAttention(eqx.Module):
         if config.qk_norm == "head":
             q = maybe(self.q_norm, q)
             k = maybe(self.k_norm, k)
+        # After the norms, because these do not see positions. The cache has keys that
+        # are already turned.
         q, k = (rotate(x, context.positions, *config.rotation(context)) for x in (q, k))
         cap = config.entry("attn_logit_softcapping", None)
         heads, cache = context.attend(
@@ -243,10 +245,12 @@ class LlamaDecoderLayer(eqx.Module):
         self.self_attn = LlamaAttention(config, key=attention_key)
         self.mlp = self.block_sparse_moe = None
         setattr(self, config.mlp_name, make_mlp(config, key=mlp_key))
+        # `post_attention_layernorm` comes before the MLP in LLaMA, and directly after
+        # attention, before the sum, in OLMo 2 and Gemma. `config.norms` has the order.
         for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            norm = (
-                make_norm(config, config.hidden_size) if place in config.norms else None
-            )
+            norm = None
+            if place in config.norms:
+                norm = make_norm(config, config.hidden_size)
             setattr(self, f"{place}_layernorm", norm)
 
     def __call__(
@@ -258,8 +262,11 @@ class LlamaDecoderLayer(eqx.Module):
         )
         attended, cache = self.self_attn(maybe(before, x), context, cache, key)
         x = x + maybe(after, attended)
-        y = (self.mlp or self.block_sparse_moe)(maybe(before_mlp, x), context)
-        y, *sums = y if isinstance(y, tuple) else (y,)
+        mlp = self.mlp or self.block_sparse_moe
+        y = mlp(maybe(before_mlp, x), context)
+        sums = []
+        if isinstance(y, tuple):
+            y, *sums = y
         return x + maybe(after_mlp, y), cache, *sums
 
 
@@ -302,6 +309,7 @@ class LlamaForCausalLM(DecoderLM):
     stacks = ("model.layers",)
     vocabulary = (r"\.embed_tokens$", r"^lm_head$")
     prefixes = ("model.",)
+    # Frequencies, which old versions of transformers saved as a buffer.
     ignored = (r"\brotary_emb\.inv_freq$",)
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     mlp: ClassVar[type[eqx.Module]] = LlamaMLP
@@ -326,7 +334,11 @@ class LlamaForCausalLM(DecoderLM):
     def embed(self, input_ids: Ids, context: Context, key: Key | None) -> Hidden:
         x = context.embed(self.model.embed_tokens, input_ids)
         scale = self.config.embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        if scale == 1:
+            return x
+        # transformers' Gemma also rounds the factor to the dtype of the table first: in
+        # bfloat16, the root of 3072 is 55.5.
+        return x * jnp.asarray(scale, x.dtype)
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.model.norm(x)

@@ -50,6 +50,7 @@ class Qwen3Config(Qwen2Config):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    # `attention_bias` decides again, which Qwen2 does not have.
     qkv_bias = None
     qk_norm = "head"
 
@@ -83,6 +84,7 @@ class Phi3Config(LlamaConfig):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     only = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    # One after another, in this order, along the rows of each matrix.
     joined = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -138,13 +140,12 @@ class SmolLM3Config(LlamaConfig):
     def rotation(self, context: Context) -> Rotation:
         turns = self.no_rope_layers
         if turns is None:
-            turns = [
-                int((i + 1) % self.no_rope_layer_interval != 0)
-                for i in range(self.num_layers)
-            ]
+            interval = self.no_rope_layer_interval
+            turns = [int((i + 1) % interval != 0) for i in range(self.num_layers)]
         frequencies, scale = super().rotation(context)
+        # In a scan, the number of the layer is traced, so all layers run one program.
+        # A layer without positions turns by angles of 0, with the factor 1.
         turns = jnp.asarray(turns)[context.layer]
-        # By 0 and by 1 in a layer without positions.
         return frequencies * turns, scale**turns
 
 
@@ -195,15 +196,18 @@ class Gemma2Config(LlamaLikeConfig):
     def windowed(self) -> tuple[bool, ...]:
         if self.layer_types is not None:
             return tuple(kind == "sliding_attention" for kind in self.layer_types)
+        # Gemma 2 has no such entry.
         every = self.entry("sliding_window_pattern", 2)
         return tuple((i + 1) % every != 0 for i in range(self.num_layers))
 
     @property
     def scale(self) -> float:
+        # An entry of its own, which need not be the size of a head.
         return self.query_pre_attn_scalar**-0.5
 
     @property
     def embedding_scale(self) -> float:
+        # Vaswani et al. 2017, section 3.4.
         return self.hidden_size**0.5
 
 
@@ -229,25 +233,22 @@ class LayerRopes:
                 f"config.json: rope_parameters={kinds!r}, but it must have only "
                 f"{', '.join(KINDS)}."
             )
-        far, near = (
-            {"rope_parameters": kinds.get(kind)} if "rope_parameters" in raw else {}
-            for kind in KINDS
-        )
+        of_full: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
+        of_near: dict[str, Any] = {"rope_theta": raw.get("rope_local_base_freq")}
+        if "rope_parameters" in raw:
+            of_full["rope_parameters"] = kinds.get(KINDS[0])
+            of_near["rope_parameters"] = kinds.get(KINDS[1])
         if "rope_scaling" in raw:
-            # Which adds to what is given for the layers without the window.
-            own = kinds.get(KINDS[0]) or {}
-            scaling = raw["rope_scaling"] or {}
-            far = {
-                "rope_scaling": {**own, **scaling}
-                if isinstance(scaling, Mapping)
-                else scaling
-            }
-        full = Rope.from_json(
-            {"rope_theta": raw.get("rope_theta"), **far}, default.full
-        )
-        near = Rope.from_json(
-            {"rope_theta": raw.get("rope_local_base_freq"), **near}, default.near
-        )
+            # It only concerns the layers without the window, and adds to their object,
+            # as `convert_rope_params_to_dict` of transformers' Gemma 3 does.
+            scaling: Any = raw["rope_scaling"] or {}
+            if isinstance(scaling, Mapping):
+                own = kinds.get(KINDS[0]) or {}
+                scaling = {**own, **scaling}
+            of_full.pop("rope_parameters", None)
+            of_full["rope_scaling"] = scaling
+        full = Rope.from_json(of_full, default.full)
+        near = Rope.from_json(of_near, default.near)
         for rope in (full, near):
             if rope.scale != 1 or rope.partial_rotary_factor != 1:
                 raise ValueError(
@@ -292,10 +293,8 @@ class Gemma3TextConfig(Gemma2Config):
     rope: LayerRopes = dataclasses.field(default_factory=LayerRopes)
 
     def rotation(self, context: Context) -> Rotation:
-        both = jnp.asarray(
-            [
-                rope.frequencies(self.head_size)
-                for rope in (self.rope.full, self.rope.near)
-            ]
-        )
-        return both[jnp.asarray(self.windowed, int)[context.layer]], 1.0
+        # In a scan, the number of the layer is traced, and selects one of the two.
+        full = self.rope.full.frequencies(self.head_size)
+        near = self.rope.near.frequencies(self.head_size)
+        has_window = jnp.asarray(self.windowed, int)[context.layer]
+        return jnp.asarray([full, near])[has_window], 1.0

@@ -103,6 +103,7 @@ class SparseMLP(eqx.Module):
         num = config.entry("num_experts")
         size = config.hidden_size
         std = config.initializer_range
+        # In Qwen3-MoE, `intermediate_size` is the width of MLPs without experts.
         inner = config.entry("moe_intermediate_size", config.intermediate_size)
         router_key, *keys = jax.random.split(key, 4)
         self.gate = Linear(size, num, use_bias=False, std=std, key=router_key)
@@ -119,6 +120,8 @@ class SparseMLP(eqx.Module):
         """Return the output, and the sums of `routing_sums`."""
         config = self.config
         scores = self.gate(x)
+        # As in transformers: the product in the dtype of the stream, the softmax over
+        # all experts in float32, and only then the choice.
         scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
         probabilities = jax.nn.softmax(scores, axis=-1)
         output, chosen = mix_experts(
@@ -164,7 +167,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
         hidden, _, (times, probabilities) = self._run(
             input_ids, None, sums=sums, **reading
         )
-        # Each token of each layer adds 1 to the sum of all probabilities.
-        return hidden, num * jnp.sum(times * probabilities) / jnp.sum(
-            probabilities
-        ) ** 2
+        # Each token of each layer adds 1 to the sum of all probabilities. As in
+        # `load_balancing_loss_func` of transformers, a token counts once for each of
+        # its experts, so a balanced router has a loss of `num_experts_per_tok`.
+        num_tokens = jnp.sum(probabilities)
+        return hidden, num * jnp.sum(times * probabilities) / num_tokens**2

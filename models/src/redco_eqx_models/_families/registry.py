@@ -106,41 +106,35 @@ def read_family(
     entries = entries or {}
     old = raw.get("rope_parameters")
     if "rope_scaling" in entries and isinstance(old, Mapping):
-        # Which it replaces, except for the base.
-        raw = {
-            **raw,
-            **{
-                name: old[name]
-                for name in ("rope_theta", "partial_rotary_factor")
-                if name in old
-            },
-        }
+        # It replaces `rope_parameters`, but does not contain these two.
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in old:
+                raw = {**raw, name: old[name]}
     raw = {**raw, **entries}
     whole = raw.get("model_type")
     if family is None and isinstance(whole, str) and whole in INSIDE:
         name, kind = INSIDE[whole]
-        half = raw.get(name) if raw.get(f"{name}_dict") is None else raw[f"{name}_dict"]
+        half = raw.get(name)
+        # Old files of CLIP have both. In transformers, this one replaces the other.
+        if raw.get(f"{name}_dict") is not None:
+            half = raw[f"{name}_dict"]
         if not isinstance(half, Mapping):
             raise ValueError(f"config.json: {name}={half!r}, but it must be an object.")
         raw = {**half, **entries, "model_type": kind}
-    entry = (
-        "_class_name"
-        if "_class_name" in raw and "model_type" not in raw
-        else "model_type"
-    )
-    families = PARTS if entry == "_class_name" else FAMILIES
+    entry = "model_type"
+    families = FAMILIES
+    if "_class_name" in raw and "model_type" not in raw:
+        entry = "_class_name"
+        families = PARTS
     if family is not None:
         entry = family[0].type_entry
         families = {family[0].model_type: family}
     model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
         needs = LACKING.get(str(model_type))
-        known = ", ".join(families)
-        why = (
-            f"is not supported: it needs {needs}"
-            if needs
-            else f"is not known, only {known}"
-        )
+        why = f"is not known, only {', '.join(families)}"
+        if needs:
+            why = f"is not supported: it needs {needs}"
         raise ValueError(
             f"config.json: {entry}={model_type!r} {why}. Pass family=(its Config, its "
             "Model) to load_pretrained for one of your own."
@@ -152,11 +146,15 @@ def read_family(
         )
     config_class, model_class = families[model_type]
     if family is None:
+        # transformers writes the class of the model that it saved.
         named = raw.get("architectures")
         name = named[0] if isinstance(named, list) and named else None
-        model_class = (
-            HEADS.get(name, model_class) if isinstance(name, str) else model_class
-        )
+        if isinstance(name, str):
+            model_class = HEADS.get(name, model_class)
     entries = {config_class.aliases.get(name, name): x for name, x in entries.items()}
     config = config_class.from_json({**raw, **entries})
-    return config_class.from_json(entries, config) if entries else config, model_class
+    if entries:
+        # A second time, because only a change of a configuration checks that each of
+        # its entries is one that the family reads.
+        config = config_class.from_json(entries, config)
+    return config, model_class

@@ -85,21 +85,23 @@ class T5Config(Config):
     def activation(self) -> str:
         """The activation inside the MLP."""
         name = self.feed_forward_proj.removeprefix("gated-")
-        return "gelu_new" if self.is_gated and name == "gelu" else name
+        if self.is_gated and name == "gelu":
+            # transformers' `T5Config` does this for the files of v1.1.
+            return "gelu_new"
+        return name
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "T5Config":
-        scales = (
-            {}
-            if base
-            else {"scale_decoder_outputs": raw.get("tie_word_embeddings") is not False}
-        )
         twins = {
             name: raw[name] for name in ("dense_act_fn", "is_gated_act") if name in raw
         }
-        config = super().from_json(
-            {**scales, **{k: x for k, x in raw.items() if k not in twins}}, base
-        )
+        entries = {name: x for name, x in raw.items() if name not in twins}
+        if base is None:
+            # `T5Config` of transformers 5 does the same. Older versions divided if the
+            # entry was true, which v1.1 has as false.
+            is_v1_0 = raw.get("tie_word_embeddings") is not False
+            entries = {"scale_decoder_outputs": is_v1_0, **entries}
+        config = super().from_json(entries, base)
         own = {"dense_act_fn": config.activation, "is_gated_act": config.is_gated}
         if own | twins != own:
             raise config.error(
@@ -119,6 +121,7 @@ class T5Attention(HeadsAttention):
     o: Linear
 
     names = ("q", "k", "v", "o")
+    # The initial queries are smaller instead, by the root of the head size.
     scale = 1.0
 
     def __init__(self, config: T5Config, *, key: Key):
@@ -158,9 +161,12 @@ class T5MLP(eqx.Module):
         first, *second = make_linears(
             in_key, *sizes, use_bias=False, std=factor * size**-0.5
         )
-        self.wi, self.wi_0, self.wi_1 = (
-            (None, first, second[0]) if second else (first, None, None)
-        )
+        self.wi = self.wi_0 = self.wi_1 = None
+        if second:
+            self.wi_0 = first
+            self.wi_1 = second[0]
+        else:
+            self.wi = first
         self.wo = Linear(
             inner, size, use_bias=False, std=factor * inner**-0.5, key=out_key
         )
@@ -187,9 +193,13 @@ class T5Part(eqx.Module):
     layer_norm: RMSNorm
 
     def __init__(self, config: T5Config, kind: str, *, key: Key):
-        self.SelfAttention = T5Attention(config, key=key) if kind == "self" else None
-        self.EncDecAttention = T5Attention(config, key=key) if kind == "cross" else None
-        self.DenseReluDense = T5MLP(config, key=key) if kind == "mlp" else None
+        self.SelfAttention = self.EncDecAttention = self.DenseReluDense = None
+        if kind == "self":
+            self.SelfAttention = T5Attention(config, key=key)
+        elif kind == "cross":
+            self.EncDecAttention = T5Attention(config, key=key)
+        else:
+            self.DenseReluDense = T5MLP(config, key=key)
         self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
 
@@ -224,7 +234,11 @@ class T5Block(eqx.Module):
 
 def _finite(x: Array) -> Array:
     """Clip the stream to the range of float16, which the published weights overflow."""
-    return jnp.clip(x, -64504, 64504) if x.dtype == jnp.float16 else x
+    if x.dtype != jnp.float16:
+        return x
+    # The largest number of float16 less 1000, to which transformers clips as soon as a
+    # number is infinite.
+    return jnp.clip(x, -64504, 64504)
 
 
 class T5Stack(eqx.Module):
@@ -243,7 +257,9 @@ class T5Stack(eqx.Module):
 
     def __init__(self, config: T5Config, *, is_decoder: bool, stacked: bool, key: Key):
         layers_key, table_key = jax.random.split(key)
-        num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
+        num_layers = config.num_layers
+        if is_decoder and config.num_decoder_layers:
+            num_layers = config.num_decoder_layers
         make_block = functools.partial(T5Block, is_decoder=is_decoder)
         self.block = make_layers(
             make_block, config, stacked=stacked, key=layers_key, num_layers=num_layers
@@ -292,6 +308,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         )
         for stack in ("encoder", "decoder")
     }
+    # In files converted from the first implementation. transformers ignores it too.
     ignored = (
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     )
@@ -330,15 +347,16 @@ class T5ForConditionalGeneration(EncoderDecoder):
         attention_mask: Array | None = None,
         key: Key | None = None,
     ) -> Float[Array, "b s size"]:
-        places = jnp.arange(inputs.shape[1])[None]
         body_key, finish_key = split_key(key, 2)
 
         def embed(context: Context, key: Key | None) -> Array:
-            return dropout(
-                self.encoder.dropout, context.embed(self.shared, inputs), key
-            )
+            x = context.embed(self.shared, inputs)
+            return dropout(self.encoder.dropout, x, key)
 
-        bias = self.encoder.bias(places, places, len(inputs))
+        # Only differences of positions count, so padding on the left changes nothing,
+        # and all rows share one bias.
+        positions = jnp.arange(inputs.shape[1])[None]
+        bias = self.encoder.bias(positions, positions, len(inputs))
         layers = self.encoder.block
         x = encode_tokens(
             self,
@@ -365,4 +383,8 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
     def finish(self, x: Hidden, key: Key | None) -> Hidden:
         x = self.decoder.finish(x, key)
-        return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x
+        if self.config.scale_decoder_outputs:
+            # The table has entries of about 1, as an embedding needs. As a head, it
+            # would make logits that are too large.
+            x = x * self.config.d_model**-0.5
+        return x

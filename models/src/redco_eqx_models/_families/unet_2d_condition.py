@@ -45,6 +45,7 @@ class UNet2DConditionConfig(StagesConfig):
 
     joined = {"proj": ("value", "gate")}
     model_type = "UNet2DConditionModel"
+    # The defaults of the options that later models (SDXL, for example) brought.
     only = {
         **dict.fromkeys(
             (
@@ -176,9 +177,9 @@ class UNet2DConditionModel(ImageModel):
         skipped = [channels[0]]
         for i, key in enumerate(jax.random.split(down_key, num_stages)):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
-            attention = (
-                attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
-            )
+            attention = None
+            if config.down_block_types[i] == _DOWN[1]:
+                attention = attention_of(i)
             padding = (1, 1) if i < num_stages - 1 else None
             block = Stage(
                 num_in, channels[i], make_resnet, attention, padding=padding, key=key
@@ -195,15 +196,15 @@ class UNet2DConditionModel(ImageModel):
         for i, key in zip(
             reversed(range(num_stages)), jax.random.split(up_key, num_stages)
         ):
-            num_in = [
-                x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])
-            ]
+            # One more residual block than on the way down, which reads the smaller
+            # image or, in the stage of the largest images, the output of `conv_in`.
+            from_below = (before, *[channels[i]] * num_layers[i])
+            num_in = [num + skipped.pop() for num in from_below]
             before = channels[i]
-            attention = (
-                attention_of(i)
-                if config.up_block_types[num_stages - 1 - i] == _UP[1]
-                else None
-            )
+            attention = None
+            # The kinds of stages on the way up are listed from the smallest images on.
+            if config.up_block_types[num_stages - 1 - i] == _UP[1]:
+                attention = attention_of(i)
             block = Stage(
                 num_in, before, make_resnet, attention, enlarges=i > 0, key=key
             )
@@ -254,6 +255,8 @@ class UNet2DConditionModel(ImageModel):
                 "its last dim must be "
                 f"cross_attention_dim={config.cross_attention_dim}."
             )
+        # In diffusers too, the sinusoids are float32, and are rounded to the dtype of
+        # the images before the MLP.
         time = sinusoids(
             timesteps,
             config.block_out_channels[0],
@@ -273,6 +276,10 @@ class UNet2DConditionModel(ImageModel):
         x = self.mid_block.down(x, given, mid_key)[-1]
         for block, own in zip(self.up_blocks, split_key(up_key, len(self.up_blocks))):
             taken = [skips.pop() for _ in block.resnets]
-            size = (skips[-1].shape[2], skips[-1].shape[3]) if skips else None
+            size = None
+            if skips:
+                # The size of the image that the next stage reads beside this one. It is
+                # odd if a stage on the way down rounded up.
+                size = (skips[-1].shape[2], skips[-1].shape[3])
             x = block.up(x, taken, given, size, own)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))

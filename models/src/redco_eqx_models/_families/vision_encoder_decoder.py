@@ -13,7 +13,7 @@ from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import BaseConfig, Json
 from redco_eqx_models._blocks.context import Context, Hidden, Ids
 from redco_eqx_models._blocks.encoder_decoder import EncoderDecoder
-from redco_eqx_models._blocks.layers import Linear
+from redco_eqx_models._blocks.layers import Linear, maybe
 from redco_eqx_models._blocks.model import Options
 from redco_eqx_models._blocks.multihead import Dense
 from redco_eqx_models._families.gpt2 import GPT2Config, GPT2LMHeadModel
@@ -40,9 +40,10 @@ class VisionEncoderDecoderConfig(BaseConfig):
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "decoder", dataclasses.replace(self.decoder, add_cross_attention=True)
-        )
+        # The dataclass is frozen, but its values are not settled before the end of
+        # this.
+        decoder = dataclasses.replace(self.decoder, add_cross_attention=True)
+        object.__setattr__(self, "decoder", decoder)
         for name in _TOKENS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.decoder, name))
@@ -128,9 +129,10 @@ class VisionEncoderDecoderModel(EncoderDecoder):
             config.decoder, stacked=stacked, key=decoder_key, **options
         )
         std = config.decoder.initializer_range
-        self.enc_to_dec_proj = (
-            None if wide == narrow else Linear(wide, narrow, std=std, key=between_key)
-        )
+        self.enc_to_dec_proj = None
+        if wide != narrow:
+            self.enc_to_dec_proj = Linear(wide, narrow, std=std, key=between_key)
+        # The head is the decoder's own, see `head`.
         self.lm_head = None
 
     @property
@@ -138,9 +140,8 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         return self.decoder.head
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return *self.encoder.example(batch_size), self.decoder.example_tokens(
-            batch_size
-        )
+        tokens = self.decoder.example_tokens(batch_size)
+        return *self.encoder.example(batch_size), tokens
 
     def encoder_states(
         self,
@@ -152,7 +153,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         if attention_mask is not None:
             raise ValueError("attention_mask: images have no padding. Leave it out.")
         hidden = self.encoder.hidden_states(inputs, key=key)
-        return hidden if self.enc_to_dec_proj is None else self.enc_to_dec_proj(hidden)
+        return maybe(self.enc_to_dec_proj, hidden)
 
     def cross_projections(self, layer: PyTree) -> tuple[PyTree]:
         return (layer.crossattention.c_attn,)

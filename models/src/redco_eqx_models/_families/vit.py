@@ -59,16 +59,14 @@ class PatchProjection(eqx.Module):
     def __call__(
         self, images: Float[Array, "b in height width"]
     ) -> Float[Array, "b t out"]:
+        # Windows that do not overlap make the convolution a product with a matrix,
+        # which runs faster, and which the layout can split.
         height, width = self.kernel_size
         patches = rearrange(
             images, "b c (i h) (j w) -> b (i j) (c h w)", h=height, w=width
         )
-        return (
-            jnp.einsum(
-                "bti,oi->bto", patches, rearrange(self.weight, "o c h w -> o (c h w)")
-            )
-            + self.bias
-        )
+        matrix = rearrange(self.weight, "o c h w -> o (c h w)")
+        return jnp.einsum("bti,oi->bto", patches, matrix) + self.bias
 
 
 class ViTPatches(eqx.Module):
@@ -114,11 +112,8 @@ class ViTEmbeddings(eqx.Module):
         first = jnp.broadcast_to(
             self.cls_token, (images.shape[0], 1, self.cls_token.shape[-1])
         )
-        x = (
-            jnp.concatenate([first.astype(patches.dtype), patches], axis=1)
-            + self.position_embeddings
-        )
-        return dropout(self.dropout, x, key)
+        x = jnp.concatenate([first.astype(patches.dtype), patches], axis=1)
+        return dropout(self.dropout, x + self.position_embeddings, key)
 
 
 class ViTModel(Model):
@@ -134,6 +129,7 @@ class ViTModel(Model):
     stacks = ("encoder.layer",)
     outer = ("vit.",)
     dropped = (r"^classifier\.",)
+    # A file of a classifier has no pooler.
     heads = ("pooler",)
 
     def __init__(
@@ -152,11 +148,9 @@ class ViTModel(Model):
             make_layers(EncoderLayer, config, stacked=stacked, key=layers_key)
         )
         self.layernorm = config.make_norm()
-        self.pooler = (
-            Dense(config.make_linear(config.hidden_size, key=pooler_key))
-            if pools
-            else None
-        )
+        self.pooler = None
+        if pools:
+            self.pooler = Dense(config.make_linear(config.hidden_size, key=pooler_key))
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         size = self.config.image_size
@@ -223,6 +217,7 @@ class ViTForImageClassification(Model):
     ):
         super().__init__(config, **options)
         body_key, head_key = jax.random.split(key)
+        # Its head reads the class token itself, as in transformers.
         self.vit = ViTModel(
             config, pools=False, stacked=stacked, key=body_key, **options
         )
