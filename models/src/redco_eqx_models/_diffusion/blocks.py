@@ -62,6 +62,8 @@ class Attention(eqx.Module):
         self.to_q = make_linear(size, size, use_bias=use_bias, key=q_key)
         self.to_k = make_linear(memory_size, size, use_bias=use_bias, key=k_key)
         self.to_v = make_linear(memory_size, size, use_bias=use_bias, key=v_key)
+        # A list of one, because its key in files is `to_out.0`. In diffusers, a dropout
+        # comes after it.
         self.to_out = [make_linear(size, size, key=out_key)]
         self.num_heads = num_heads
 
@@ -94,7 +96,8 @@ class PixelAttention(Attention):
     def __call__(
         self, x: Float[Array, "b c h w"], given: "Given"
     ) -> Float[Array, "b c h w"]:
-        return x + to_image(self.read(to_tokens(self.group_norm(x)), None, given), x)
+        tokens = to_tokens(self.group_norm(x))
+        return x + to_image(self.read(tokens, None, given), x)
 
 
 class GEGLU(eqx.Module):
@@ -111,6 +114,8 @@ class GEGLU(eqx.Module):
         self.gate = make_linear(in_features, out_features, key=gate_key)
 
     def __call__(self, x: Float[Array, "b t in"]) -> Float[Array, "b t out"]:
+        # In the matrix of files, the value comes first. LLaMA-like families have the
+        # gate first.
         value, gate = column(x, self.value, self.gate)
         return value * jax.nn.gelu(gate, approximate=False)
 
@@ -188,12 +193,11 @@ class SpatialTransformer(eqx.Module):
         in_key, out_key, *keys = jax.random.split(key, 2 + num_layers)
 
         def project(key: Key) -> Linear | Conv:
-            return (
-                make_linear(channels, channels, key=key)
-                if is_linear
-                else Conv(channels, channels, 1, key=key)
-            )
+            if is_linear:
+                return make_linear(channels, channels, key=key)
+            return Conv(channels, channels, 1, key=key)
 
+        # `Transformer2DModel` of diffusers has this epsilon, whatever `norm_eps` is.
         self.norm = GroupNorm(num_groups, channels, eps=1e-6)
         self.proj_in = project(in_key)
         self.transformer_blocks = [
@@ -205,11 +209,10 @@ class SpatialTransformer(eqx.Module):
         self, x: Float[Array, "b c h w"], given: "Given"
     ) -> Float[Array, "b c h w"]:
         y = self.norm(x)
-        y = (
-            to_tokens(self.proj_in(y))
-            if isinstance(self.proj_in, Conv)
-            else self.proj_in(to_tokens(y))
-        )
+        if isinstance(self.proj_in, Conv):
+            y = to_tokens(self.proj_in(y))
+        else:
+            y = self.proj_in(to_tokens(y))
         for block in self.transformer_blocks:
             y = block(y, given)
         if isinstance(self.proj_out, Conv):
@@ -252,10 +255,15 @@ class Given:
 
         def one(layer: tuple, x: Array) -> Array:
             resnet, attention, skip = layer
-            x = x if skip is None else jnp.concatenate([x, skip], axis=1)
+            if skip is not None:
+                x = jnp.concatenate([x, skip], axis=1)
             x = resnet(x, self.time, key)
-            return x if attention is None else attention(x, self)
+            if attention is not None:
+                x = attention(x, self)
+            return x
 
+        # As a list of one layer: `scan_layers` gathers the weights when the layer
+        # begins, and applies `remat`.
         return scan_layers(one, [(resnet, attention, skip)], x, remat=self.remat)
 
     def resize(
@@ -300,17 +308,21 @@ class Stage(eqx.Module):
         self.resnets = [
             make_resnet(num, num_out, key=key) for num, key in zip(num_in, keys)
         ]
-        keys = jax.random.split(attentions_key, len(num_in) - is_middle)
-        self.attentions = (
-            None
-            if make_attention is None
-            else [make_attention(key=key) for key in keys]
-        )
-        halves = padding is not None
-        self.downsamplers = (
-            [Downsample(num_out, padding=padding, key=last_key)] if halves else None
-        )
-        self.upsamplers = [Upsample(num_out, key=last_key)] if enlarges else None
+        self.attentions = self.downsamplers = self.upsamplers = None
+        if make_attention is not None:
+            num_attentions = len(num_in)
+            if is_middle:
+                # In diffusers' `UNetMidBlock2D`, a residual block comes before the
+                # first attention, and one after each.
+                num_attentions -= 1
+            keys = jax.random.split(attentions_key, num_attentions)
+            self.attentions = [make_attention(key=key) for key in keys]
+        # Lists of one, because the keys in files are `downsamplers.0` and
+        # `upsamplers.0`.
+        if padding is not None:
+            self.downsamplers = [Downsample(num_out, padding=padding, key=last_key)]
+        if enlarges:
+            self.upsamplers = [Upsample(num_out, key=last_key)]
 
     def down(
         self, x: Float[Array, "b c h w"], given: Given, key: Key | None
@@ -341,11 +353,13 @@ class Stage(eqx.Module):
             x = given.run(resnet, attention, x, own, skip)
         if self.upsamplers is None:
             return x
-        size = (2 * x.shape[2], 2 * x.shape[3]) if size is None else size
+        if size is None:
+            size = (2 * x.shape[2], 2 * x.shape[3])
         return given.resize(self.upsamplers[0], x, size)
 
     def _layers(
         self, key: Key | None
     ) -> list[tuple[ResnetBlock, AnyAttention | None, Key | None]]:
+        # A residual block without an attention after it is paired with `None`.
         keys = split_key(key, len(self.resnets))
         return list(itertools.zip_longest(self.resnets, self.attentions or [], keys))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.dropout import dropout
-from redco_eqx_models._blocks.layers import Linear
+from redco_eqx_models._blocks.layers import Linear, maybe
 
 
 def make_linear(
@@ -52,13 +52,15 @@ class Conv(eqx.Module):
         key: Key,
     ):
         shape = (out_channels, in_channels, size, size)
-        self.weight = (3 * in_channels * size**2) ** -0.5 * jax.random.normal(
-            key, shape
-        )
+        # The variance of torch's default initialization, which diffusers keeps.
+        std = (3 * in_channels * size**2) ** -0.5
+        self.weight = std * jax.random.normal(key, shape)
         self.bias = jnp.zeros(out_channels)
         self.kernel_size = (size, size)
         self.stride = stride
-        self.padding = (size // 2, size // 2) if padding is None else padding
+        if padding is None:
+            padding = (size // 2, size // 2)
+        self.padding = padding
 
     def __call__(self, x: Float[Array, "b in h w"]) -> Float[Array, "b out _ _"]:
         x = jax.lax.conv_general_dilated(
@@ -91,13 +93,11 @@ class GroupNorm(eqx.Module):
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = rearrange(y, "b (g c) h w -> b g c h w", g=self.num_groups)
         y = y - jnp.mean(y, axis=(2, 3, 4), keepdims=True)
-        y = y * jax.lax.rsqrt(
-            jnp.mean(jnp.square(y), axis=(2, 3, 4), keepdims=True) + self.eps
-        )
+        variance = jnp.mean(jnp.square(y), axis=(2, 3, 4), keepdims=True)
+        y = y * jax.lax.rsqrt(variance + self.eps)
         y = rearrange(y, "b g c h w -> b (g c) h w")
-        return (y * self.weight[:, None, None] + self.bias[:, None, None]).astype(
-            x.dtype
-        )
+        y = y * self.weight[:, None, None] + self.bias[:, None, None]
+        return y.astype(x.dtype)
 
 
 def sinusoids(
@@ -115,13 +115,16 @@ def sinusoids(
     - `freq_shift`: the number subtracted from the number of frequencies in the spacing
         of their exponents.
     """
+    # `get_timestep_embedding` of diffusers' `embeddings.py`. In half precision, near
+    # times of 1000 would not differ.
     num = size // 2
-    frequencies = jnp.exp(
-        -math.log(10_000) / (num - freq_shift) * jnp.arange(num, dtype=jnp.float32)
-    )
+    numbers = jnp.arange(num, dtype=jnp.float32)
+    frequencies = jnp.exp(-math.log(10_000) / (num - freq_shift) * numbers)
     angles = timesteps.astype(jnp.float32)[:, None] * frequencies
     parts = [jnp.sin(angles), jnp.cos(angles)]
-    return jnp.concatenate(parts[::-1] if flip_sin_to_cos else parts, axis=-1)
+    if flip_sin_to_cos:
+        parts.reverse()
+    return jnp.concatenate(parts, axis=-1)
 
 
 class TimeEmbedding(eqx.Module):
@@ -169,17 +172,14 @@ class ResnetBlock(eqx.Module):
         first_key, time_key, second_key, shortcut_key = jax.random.split(key, 4)
         self.norm1 = GroupNorm(num_groups, in_channels, eps=eps)
         self.conv1 = Conv(in_channels, out_channels, 3, key=first_key)
-        self.time_emb_proj = (
-            None
-            if time_size is None
-            else make_linear(time_size, out_channels, key=time_key)
-        )
+        self.time_emb_proj = None
+        if time_size is not None:
+            self.time_emb_proj = make_linear(time_size, out_channels, key=time_key)
         self.norm2 = GroupNorm(num_groups, out_channels, eps=eps)
         self.conv2 = Conv(out_channels, out_channels, 3, key=second_key)
-        keeps = in_channels == out_channels
-        self.conv_shortcut = (
-            None if keeps else Conv(in_channels, out_channels, 1, key=shortcut_key)
-        )
+        self.conv_shortcut = None
+        if in_channels != out_channels:
+            self.conv_shortcut = Conv(in_channels, out_channels, 1, key=shortcut_key)
         self.dropout = eqx.nn.Dropout(dropout)
 
     def __call__(
@@ -192,7 +192,7 @@ class ResnetBlock(eqx.Module):
         if self.time_emb_proj is not None and time is not None:
             y = y + self.time_emb_proj(jax.nn.silu(time))[:, :, None, None]
         y = self.conv2(dropout(self.dropout, jax.nn.silu(self.norm2(y)), key))
-        return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + y
+        return maybe(self.conv_shortcut, x) + y
 
 
 class Downsample(eqx.Module):
@@ -224,5 +224,7 @@ class Upsample(eqx.Module):
             if num == 2 * x.shape[dim]:
                 x = jnp.repeat(x, 2, axis=dim)
             else:
+                # A stage that halves an odd size rounds up, so the way back is shorter.
+                # The pixel is that of torch's `interpolate` with `mode="nearest"`.
                 x = jnp.take(x, jnp.arange(num) * x.shape[dim] // num, axis=dim)
         return self.conv(x)

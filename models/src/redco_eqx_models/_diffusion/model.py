@@ -49,7 +49,9 @@ class StagesConfig(BaseConfig):
         """
         value = getattr(self, name)
         num_stages = self.num_layers
-        found = (value,) * num_stages if isinstance(value, int) else value
+        found = value
+        if isinstance(value, int):
+            found = (value,) * num_stages
         if len(found) != num_stages:
             raise self.error(
                 f"{name}={value!r} has {len(found)} numbers, but there are "

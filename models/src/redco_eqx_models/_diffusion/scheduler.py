@@ -100,17 +100,17 @@ class Scheduler(Entries, abc.ABC):
         as in other libraries."""
         num = self.num_train_timesteps
         if self.beta_schedule == "squaredcos_cap_v2":
-            alphas = (
-                np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * math.pi / 2) ** 2
-            )
+            # Nichol and Dhariwal 2021, equation 17, with their offset of 0.008. They
+            # bound beta so that the last steps are not singular.
+            times = np.arange(num + 1) / num
+            alphas = np.cos((times + 0.008) / 1.008 * math.pi / 2) ** 2
             betas = np.minimum(1 - alphas[1:] / alphas[:-1], 0.999)
         elif self.beta_schedule == "scaled_linear":
-            betas = (
-                np.linspace(
-                    self.beta_start**0.5, self.beta_end**0.5, num, dtype=np.float32
-                )
-                ** 2
+            # The schedule of latent diffusion. diffusers squares in float32 too.
+            roots = np.linspace(
+                self.beta_start**0.5, self.beta_end**0.5, num, dtype=np.float32
             )
+            betas = roots**2
         else:
             betas = np.linspace(self.beta_start, self.beta_end, num)
         return betas.astype(np.float32)
@@ -118,6 +118,7 @@ class Scheduler(Entries, abc.ABC):
     @property
     def alphas_cumprod(self) -> Float[np.ndarray, " t"]:
         """Return the share of the clean sample in the variance at each timestep."""
+        # A thousand products in float32 would add up a thousand roundings.
         return np.cumprod(1 - self.betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, num_steps: int) -> Int[np.ndarray, " steps"]:
@@ -131,6 +132,8 @@ class Scheduler(Entries, abc.ABC):
             raise self.error(
                 f"num_steps={num_steps}, but there are {num} timesteps to choose from."
             )
+        # As `set_timesteps` in diffusers, in ascending order. Only `leading` has the
+        # offset.
         if self.timestep_spacing == "linspace":
             found = np.linspace(0, num - 1, num_steps).round()
         elif self.timestep_spacing == "leading":
@@ -182,6 +185,7 @@ class Scheduler(Entries, abc.ABC):
         self, clean: Sample, noise: Sample, timesteps: Int[Array, " b"]
     ) -> Sample:
         """Return the noisy samples at their timesteps."""
+        # Ho et al. 2020, equation 4.
         alpha, sigma = self._scales(clean, timesteps)
         return (alpha * clean + sigma * noise).astype(clean.dtype)
 
@@ -250,16 +254,16 @@ def denoise(
         trajectory: Trajectory, given: tuple[PyTree, Key | None]
     ) -> tuple[Trajectory, None]:
         step, key = given
+        # The model may run in half precision. The steps keep the dtype of the noise,
+        # because a scan carries arrays of one dtype.
         output = predict(trajectory.sample, step.timestep).astype(noise.dtype)
-        drawn = (
-            None if key is None else jax.random.normal(key, noise.shape, noise.dtype)
-        )
+        drawn = None
+        if key is not None:
+            drawn = jax.random.normal(key, noise.shape, noise.dtype)
         return scheduler.step(step, output, trajectory, drawn), None
 
-    keys = (
-        jax.random.split(key, len(steps.timestep))
-        if scheduler.is_random and key is not None
-        else None
-    )
+    keys = None
+    if scheduler.is_random and key is not None:
+        keys = jax.random.split(key, len(steps.timestep))
     trajectory, _ = jax.lax.scan(one, scheduler.start(noise), (steps, keys))
     return trajectory.sample

@@ -55,10 +55,11 @@ class OneStepScheduler(Scheduler):
         alphas = super().alphas_cumprod
         if not self.rescale_betas_zero_snr:
             return alphas
+        # Lin et al. 2024, algorithm 1: shift the roots so that the last one is 0, and
+        # stretch them so that the first one stays. The paper then goes back to betas.
         root = np.sqrt(alphas.astype(np.float64))
-        return (((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2).astype(
-            np.float32
-        )
+        shifted = (root - root[-1]) * root[0] / (root[0] - root[-1])
+        return (shifted**2).astype(np.float32)
 
     def step(
         self,
@@ -68,6 +69,8 @@ class OneStepScheduler(Scheduler):
         noise: Sample | None = None,
     ) -> Trajectory:
         sample = trajectory.sample
+        # Each kind of output says both the clean sample and the noise, by
+        # `sample = signal clean + sigma noise`.
         if self.prediction_type == "epsilon":
             clean = (sample - step.sigma * output) / step.signal
             predicted = output
@@ -75,9 +78,12 @@ class OneStepScheduler(Scheduler):
             clean = output
             predicted = (sample - step.signal * output) / step.sigma
         else:
+            # Salimans and Ho 2022, appendix D.
             clean = step.signal * sample - step.sigma * output
             predicted = step.signal * output + step.sigma * sample
         if self.clip_sample:
+            # As in diffusers, the predicted noise stays that of the sample before it is
+            # clipped.
             clean = jnp.clip(clean, -self.clip_sample_range, self.clip_sample_range)
         following = (
             step.of_clean * clean + step.of_sample * sample + step.of_noise * predicted
@@ -121,14 +127,20 @@ class DDPMScheduler(OneStepScheduler):
     def steps(self, num_steps: int) -> Step:
         timesteps = self.timesteps(num_steps)
         alpha = self.alphas_cumprod[timesteps].astype(np.float64)
-        before = np.append(alpha[1:], 1.0)
-        beta = 1 - alpha / before
-        variance = np.maximum((1 - before) / (1 - alpha) * beta, 1e-20)
+        # Timesteps count down, so the previous timestep is the next step. After the
+        # last one, there is no noise.
+        previous = np.append(alpha[1:], 1.0)
+        # Beta of a step over several timesteps.
+        beta = 1 - alpha / previous
+        # Ho et al. 2020, equation 7. diffusers has the lower bound for the logarithm
+        # that `fixed_small_log` takes of the variance.
+        variance = np.maximum((1 - previous) / (1 - alpha) * beta, 1e-20)
         if self.variance_type == "fixed_large":
             variance = beta
+        # The last step adds no noise (algorithm 2).
         deviation = np.where(timesteps > 0, np.sqrt(variance), 0.0)
-        of_clean = np.sqrt(before) * beta / (1 - alpha)
-        of_sample = np.sqrt(alpha / before) * (1 - before) / (1 - alpha)
+        of_clean = np.sqrt(previous) * beta / (1 - alpha)
+        of_sample = np.sqrt(alpha / previous) * (1 - previous) / (1 - alpha)
         return self._step(timesteps, alpha, of_clean, of_sample, 0.0, deviation)
 
 
@@ -155,17 +167,20 @@ class DDIMScheduler(OneStepScheduler):
         timesteps = self.timesteps(num_steps)
         table = self.alphas_cumprod.astype(np.float64)
         alpha = table[timesteps]
-        before = timesteps - self.num_train_timesteps // num_steps
-        previous = np.where(
-            before >= 0, table[before], 1.0 if self.set_alpha_to_one else table[0]
-        )
-        deviation = self.eta * np.sqrt(
-            (1 - previous) / (1 - alpha) * (1 - alpha / previous)
-        )
+        # As in diffusers, each step has the same length, also where the spacing of the
+        # timesteps differs from it.
+        ends = timesteps - self.num_train_timesteps // num_steps
+        last = 1.0 if self.set_alpha_to_one else table[0]
+        previous = np.where(ends >= 0, table[ends], last)
+        # Equations 12 and 16 of the paper.
+        variance = (1 - previous) / (1 - alpha) * (1 - alpha / previous)
+        deviation = self.eta * np.sqrt(variance)
         of_noise = np.sqrt(1 - previous - deviation**2)
         return self._step(timesteps, alpha, np.sqrt(previous), 0.0, of_noise, deviation)
 
 
+# The linear multistep method of Adams and Bashforth, of orders 1 to 4, as in
+# `step_plms` of diffusers' `PNDMScheduler`. Liu et al. 2022 have order 4.
 ADAMS_BASHFORTH = (
     # Weights of the output and those before it, newest first, by their number.
     (1, 0, 0, 0),
@@ -238,7 +253,8 @@ class PNDMScheduler(Scheduler):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], base: Any = None) -> "PNDMScheduler":
-        # The default of diffusers.
+        # A file without the entry means false, the default of diffusers' class, which
+        # is not supported. The default here is what Stable Diffusion has.
         return super().from_json({"skip_prk_steps": False, **raw}, base)
 
     def steps(self, num_steps: int) -> Call:
@@ -249,22 +265,25 @@ class PNDMScheduler(Scheduler):
             for i, t in enumerate(timesteps)
         ]
         if num_steps > 1:
-            # Repeat the first step, by the mean of the outputs at both of its ends.
+            # Repeat the first step, by the mean of the outputs at both of its ends. The
+            # second of the timesteps is therefore there twice, and `set_timesteps` of
+            # diffusers repeats it too.
             t = timesteps[1]
             again = _Plan(
                 t, t + stride, t, (1 / 2, 1 / 2, 0, 0), goes_on=True, is_kept=False
             )
             calls.insert(1, again)
+        # One array for each field, with a row for each call.
         timestep, start, end, weights, *others = (np.asarray(x) for x in zip(*calls))
         table = self.alphas_cumprod.astype(np.float64)
         alpha = table[start]
-        previous = np.where(
-            end >= 0, table[end], 1.0 if self.set_alpha_to_one else table[0]
-        )
-        # Equation 9 of the paper.
-        of_noise = (previous - alpha) / (
-            alpha * np.sqrt(1 - previous) + np.sqrt(alpha * (1 - alpha) * previous)
-        )
+        last = 1.0 if self.set_alpha_to_one else table[0]
+        previous = np.where(end >= 0, table[end], last)
+        # Equation 9 of the paper, as in `_get_prev_sample` of diffusers: the factors of
+        # the sample add up to the root of `previous / alpha`.
+        divisor = alpha * np.sqrt(1 - previous)
+        divisor = divisor + np.sqrt(alpha * (1 - alpha) * previous)
+        of_noise = (previous - alpha) / divisor
         floats = (
             np.sqrt(alpha),
             np.sqrt(1 - alpha),
@@ -277,6 +296,7 @@ class PNDMScheduler(Scheduler):
         )
 
     def start(self, noise: Sample) -> Trajectory:
+        # The first steps give outputs that do not exist the weight 0.
         zeros = jnp.zeros_like(noise)
         return Trajectory(noise, Memory((zeros, zeros, zeros), noise))
 
@@ -289,9 +309,11 @@ class PNDMScheduler(Scheduler):
     ) -> Trajectory:
         memory: Memory = trajectory.memory
         outputs = (output, *memory.outputs)
+        # A scan runs one program for all calls, so the row selects values.
         sample = jnp.where(step.goes_on, memory.sample, trajectory.sample)
         predicted = sum(step.weights[i] * x for i, x in enumerate(outputs))
         if self.prediction_type == "v_prediction":
+            # As in diffusers, the outputs are averaged first, and converted after.
             predicted = step.signal * predicted + step.sigma * sample
         following = jnp.asarray(
             step.of_sample * sample + step.of_noise * predicted, sample.dtype
