@@ -27,16 +27,13 @@ def carry_over(source: Path, directory: Path) -> None:
     for file in sorted(source.iterdir()):
         target = directory / file.name
         is_weights = _WRITTEN.fullmatch(file.name) is not None
-        if (
-            file.is_file()
-            and not file.name.startswith(".")
-            and not is_weights
-            and not target.exists()
-        ):
-            copy = temporary(target)
-            shutil.copyfile(file, copy)
-            sync_file(copy)
-            os.replace(copy, target)
+        is_hidden = file.name.startswith(".")
+        if is_weights or is_hidden or not file.is_file() or target.exists():
+            continue
+        copy = temporary(target)
+        shutil.copyfile(file, copy)
+        sync_file(copy)
+        os.replace(copy, target)
 
 
 def copy_folder(folder: Path, target: Path) -> None:
@@ -54,17 +51,16 @@ def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> 
     root = source.resolve()
     if root == directory.resolve():
         return
-    files = [
-        file
-        for file in source.glob("[!.]*")
-        if file.is_file() and not (directory / file.name).exists()
-    ]
-    files = [file for file in files if not _WRITTEN.fullmatch(file.name)]
-    for file in [
-        *files,
-        source / GENERATION,
-        *(x for folder in folders for x in (folder, *folder.rglob("*"))),
-    ]:
+    files = []
+    for file in source.glob("[!.]*"):
+        is_new = file.is_file() and not (directory / file.name).exists()
+        if is_new and not _WRITTEN.fullmatch(file.name):
+            files.append(file)
+    # `load_pretrained` has read this one, and saving writes its content.
+    files.append(source / GENERATION)
+    for folder in folders:
+        files += [folder, *folder.rglob("*")]
+    for file in files:
         real = file.resolve()
         is_inside = real.is_relative_to(root) or _BLOB.fullmatch(real.as_posix())
         if not is_inside or (file.is_symlink() and file.is_dir()):

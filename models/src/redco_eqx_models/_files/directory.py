@@ -85,7 +85,9 @@ def file_in_force(what: str, directory: Path, name: str) -> Path | None:
     - `name`: the name of the file, such as `config.json`.
     """
     file = directory / name
-    for stem in (stem for stem, names in COMPANIONS.items() if name in names):
+    for stem, names in COMPANIONS.items():
+        if name not in names:
+            continue
         tag = _tags(directory, stem, [name]).get(name)
         if tag is None:
             continue
@@ -104,6 +106,7 @@ def file_in_force(what: str, directory: Path, name: str) -> Path | None:
             "Save the model again to finish.",
             stacklevel=4,
         )
+        # An empty file that waits says that the file is to be removed.
         return waiting if waiting.stat().st_size else None
     return file if file.is_file() else None
 
@@ -132,12 +135,16 @@ def unchanged(what: str, directory: Path, read: Callable[[], T]) -> T:
 
 def _state(directory: Path) -> list[tuple[str, int, int]]:
     """Return an identity of each file that has a name which readers know."""
-    names = {name for own in COMPANIONS.values() for name in own}
-    names |= {name for stem in COMPANIONS for name in (single(stem), index(stem))}
+    names = set[str]()
+    for stem, beside in COMPANIONS.items():
+        names |= {single(stem), index(stem), *beside}
     found = []
     for name in sorted(names):
-        with contextlib.suppress(OSError):  # it does not exist
+        # A file that does not exist has no identity.
+        with contextlib.suppress(OSError):
             stat = (directory / name).stat()
+            # A save renames a new file, which has another inode. The time is for
+            # systems that use the number of an inode again at once.
             found.append((name, stat.st_ino, stat.st_mtime_ns))
     return found
 
@@ -237,6 +244,7 @@ def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
         )
     files = {}
     for key, name in weight_map.items():
+        # An index from elsewhere could name any file of the computer.
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(
                 f"{source} puts {key} into {name!r}, which is not the name of a file "
@@ -252,17 +260,14 @@ def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
 
 
 def _no_weights(directory: Path, stem: str) -> Exception:
-    pickles = sorted(
-        file.name
-        for pattern in ("*.bin", "*.pt", "*.pth")
-        for file in directory.glob(pattern)
-    )
+    pickles = []
+    for pattern in ("*.bin", "*.pt", "*.pth"):
+        pickles += [file.name for file in directory.glob(pattern)]
+    pickles.sort()
     if pickles:
-        kind = (
-            "transformers.AutoModelForCausalLM"
-            if stem == "model"
-            else "diffusers.AutoModel"
-        )
+        kind = "diffusers.AutoModel"
+        if stem == "model":
+            kind = "transformers.AutoModelForCausalLM"
         return ValueError(
             f"{directory} holds weights only as a pickle, {pickles[0]}. It is not "
             "opened, because that could run any code that its author put in. Convert "
@@ -290,6 +295,7 @@ def _no_weights(directory: Path, stem: str) -> Exception:
 
 def _source(directory: Path, stem: str) -> Path | None:
     """Return the file that defines the weights: the single file, or the index."""
+    # In the order of transformers' `from_pretrained`.
     files = (directory / name for name in (single(stem), index(stem)))
     return next((file for file in files if file.is_file()), None)
 
@@ -306,5 +312,6 @@ def files_in_force(directory: Path, stem: str) -> set[Path]:
     or a broken index."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         files = weight_files(directory, stem)
-        return set() if isinstance(files, Path) else set(files.values())
+        if not isinstance(files, Path):
+            return set(files.values())
     return set()

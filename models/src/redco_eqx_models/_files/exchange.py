@@ -57,7 +57,9 @@ class Exchange:
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata of each weight file."""
+        # With several files, the index has the tags, because it comes into force last.
         tags = self._named_tags if len(self.files) == 1 else {}
+        # transformers writes this format too.
         return {"format": "pt", **tags}
 
     def part(self, file: Path) -> Path:
@@ -83,13 +85,16 @@ class Exchange:
             _write(self.part(named), (json.dumps(contents, indent=2) + "\n").encode())
             for file in files:
                 os.replace(self.part(file), file)
-            _sync(directory)  # the files that the index names reach the disk before it
+            # The files that the index names reach the disk before it.
+            _sync(directory)
             os.replace(self.part(named), named)
             _sync(directory)
+            # Readers prefer a single file, so its removal puts the index in force.
             if (directory / single(stem)).exists():
                 os.unlink(directory / single(stem))
         else:
-            _sync(directory)  # and so do those that wait for the weights
+            # The files that wait for the weights reach the disk before these.
+            _sync(directory)
             os.replace(self.part(files[0]), files[0])
         _sync(directory)
         for name, tag in self.tags.items():
@@ -113,7 +118,7 @@ class Exchange:
 def begin(
     directory: Path, stem: str, num_files: int, contents: Mapping[str, bytes | None]
 ) -> Exchange:
-    """Make room for a new checkpoint, and write the files beside its weights.
+    """Tidy the directory of a new checkpoint, and write the files beside its weights.
 
     **Arguments:**
 
@@ -132,6 +137,7 @@ def begin(
         if before == after:
             continue
         if is_new:
+            # Nothing in force is replaced, so the file need not wait for the weights.
             write_beside(directory / name, after)
         else:
             tags[name] = tag_of(before, after)
@@ -177,7 +183,8 @@ def tidied_after_error(directory: Path) -> Iterator[None]:
     """Tidy the directory if an error ends the block."""
     try:
         yield
-    except Exception:  # whatever it is, it is raised again
+    except Exception:
+        # The error itself matters more than one of the tidying.
         with contextlib.suppress(OSError):
             tidy(directory)
         raise
@@ -191,6 +198,7 @@ def temporary(file: Path) -> Path:
 
 def write_beside(file: Path, content: bytes) -> None:
     """Write a small file, whole or not at all."""
+    # A rename within a directory is atomic: a reader finds the old file or the new one.
     written = temporary(file)
     _write(written, content)
     os.replace(written, file)

@@ -108,9 +108,10 @@ class ImageProcessor:
         if self.scale is not None:
             x = x * np.float32(self.scale)
         if self.mean is not None and self.std is not None:
-            x = (x - np.asarray(self.mean, np.float32)) / np.asarray(
-                self.std, np.float32
-            )
+            mean = np.asarray(self.mean, np.float32)
+            std = np.asarray(self.std, np.float32)
+            x = (x - mean) / std
+        # Pillow has the channels last, and torch's models have them first.
         return np.moveaxis(x, -1, 0)
 
 
@@ -134,6 +135,7 @@ def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
 
 
 def _read(raw: Mapping[str, Json]) -> ImageProcessor:
+    # Image processors were called feature extractors in old versions of transformers.
     name = (
         raw.get("image_processor_type")
         or raw.get("feature_extractor_type")
@@ -146,6 +148,7 @@ def _read(raw: Mapping[str, Json]) -> ImageProcessor:
             "Make an ImageProcessor."
         )
     raw = {**KINDS[kind], **raw}
+    # A number is the shorter side in old files of CLIP, and a square in the other two.
     if kind == "CLIP" and type(raw["size"]) is int:
         raw["size"] = {"shortest_edge": raw["size"]}
     for name in ("do_pad", "do_reduce_labels", "do_flip_channel_order"):
@@ -154,10 +157,8 @@ def _read(raw: Mapping[str, Json]) -> ImageProcessor:
                 f"{name}={raw[name]!r} is not supported. Images would be prepared "
                 "wrongly."
             )
-    does = {
-        name: raw.get(name, True)
-        for name in ("do_resize", "do_rescale", "do_normalize")
-    }
+    steps = ("do_resize", "do_rescale", "do_normalize")
+    does = {name: raw.get(name, True) for name in steps}
     does["do_center_crop"] = raw.get("do_center_crop") or False
     for name, x in does.items():
         if not isinstance(x, bool):
@@ -173,23 +174,23 @@ def _read(raw: Mapping[str, Json]) -> ImageProcessor:
         raise ValueError(
             f"rescale_factor={factor!r}, but it must be a positive number."
         )
-    crop = (
-        _size("crop_size", given.get("crop_size", 224))
-        if does["do_center_crop"]
-        else None
-    )
-    half = [0.5] * 3
+    size = crop = mean = std = None
+    if does["do_resize"]:
+        size = _size("size", given.get("size", 224))
+    if does["do_center_crop"]:
+        crop = _size("crop_size", given.get("crop_size", 224))
+        if isinstance(crop, int):
+            crop = (crop, crop)
+    if does["do_normalize"]:
+        mean = _channels("image_mean", given.get("image_mean", [0.5] * 3))
+        std = _channels("image_std", given.get("image_std", [0.5] * 3))
     return ImageProcessor(
-        size=_size("size", given.get("size", 224)) if does["do_resize"] else None,
+        size=size,
         resample=resample,
-        crop=(crop, crop) if isinstance(crop, int) else crop,
+        crop=crop,
         scale=factor if does["do_rescale"] else None,
-        mean=_channels("image_mean", given.get("image_mean", half))
-        if does["do_normalize"]
-        else None,
-        std=_channels("image_std", given.get("image_std", half))
-        if does["do_normalize"]
-        else None,
+        mean=mean,
+        std=std,
     )
 
 
@@ -204,10 +205,8 @@ def _size(name: str, value: Json) -> tuple[int, int] | int:
             f"{name}={value!r} is not supported, only a number, or an object of height "
             "and width."
         )
-    if not all(
-        type(x) is int and 0 < x <= MAX_SIDE
-        for x in (size if isinstance(size, tuple) else [size])
-    ):
+    sides = size if isinstance(size, tuple) else (size,)
+    if not all(type(x) is int and 0 < x <= MAX_SIDE for x in sides):
         raise ValueError(
             f"{name}={value!r}, but it must be of integers from 1 to {MAX_SIDE}."
         )
@@ -231,8 +230,11 @@ def _is_number(x: Json) -> TypeGuard[int | float]:
 
 
 def _target(size: tuple[int, int] | int, height: int, width: int) -> tuple[int, int]:
+    """Return the height and width of a resized image."""
     if isinstance(size, tuple):
         return size
+    # The longer side is rounded down, as by `get_resize_output_image_size` of
+    # transformers' `image_transforms`.
     if height <= width:
         return size, int(size * width / height)
     return int(size * height / width), size
@@ -244,6 +246,7 @@ def _crop(x: np.ndarray, height: int, width: int) -> np.ndarray:
             f"ImageProcessor: an image of {x.shape[0]} x {x.shape[1]} is smaller than "
             f"the crop, {height} x {width}."
         )
+    # With an odd number of rows to cut, one more goes below, as in transformers.
     top = math.floor((x.shape[0] - height) / 2)
     left = math.floor((x.shape[1] - width) / 2)
     return x[top : top + height, left : left + width]

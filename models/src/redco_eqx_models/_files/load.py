@@ -42,6 +42,7 @@ from redco_eqx_models._files.names import (
     entries_of,
     list_problems,
     match_keys,
+    shapes_of,
 )
 from redco_eqx_models._files.pieces import place
 from redco_eqx_models._files.rename import hint_of_beginning, rename_keys
@@ -154,27 +155,27 @@ def load_pretrained(
     )
 
     def make(stacked: bool, options: Options = options) -> Any:
+        # Only shapes and dtypes: no array exists before its numbers are read.
         model = eqx.filter_eval_shape(
             lambda key: make_model(config, stacked=stacked, key=key, **options),
             jax.random.key(0),
         )
-        return (
-            model
-            if pad_vocabulary_to == 1
-            else pad_vocabulary(model, pad_vocabulary_to)
-        )
+        if pad_vocabulary_to == 1:
+            # A family without a `vocabulary` cannot be padded, even by nothing.
+            return model
+        return pad_vocabulary(model, pad_vocabulary_to)
 
     _check_layers(directory, config, make_model, make, stored)
     model = make(stacked)
     if mesh is None:
+        # The device of a new array is the default one, also under
+        # `jax.default_device`.
         mesh = make_mesh(devices=list(jnp.zeros(()).devices()))
-    # No option changes the layout, but cuDNN's attention cannot be traced without a
-    # GPU.
-    traced = (
-        make(stacked, Options(attention="xla"))
-        if mesh.shape.get("tensor", 1) > 1
-        else model
-    )
+    traced = model
+    if mesh.shape.get("tensor", 1) > 1:
+        # No option changes the layout, but cuDNN's attention cannot be traced without a
+        # GPU.
+        traced = make(stacked, Options(attention="xla"))
     layout = shardings_by_path(_layout(traced, mesh, overrides))
     stored_leaves = entries_of(model)
     may_lack = () if key is None else make_model.heads
@@ -205,15 +206,19 @@ def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
     """Return `shard_rules` for the model's program, or by names if it has no example or
     `tensor` is 1."""
     num_rows = 8 * mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
-    batch = model.example(num_rows) if mesh.shape.get("tensor", 1) > 1 else None
+    batch = None
+    if mesh.shape.get("tensor", 1) > 1:
+        batch = model.example(num_rows)
     if batch is None:
         return shard_rules(model, mesh, overrides=overrides)
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Array:
-        outputs = jax.tree.leaves(model(*batch))
-        return sum(
-            (jnp.mean(x.astype(jnp.float32) ** 2) for x in outputs), jnp.float32(0)
-        )
+        # Any loss that uses all outputs: only the traced program counts, and nothing is
+        # computed.
+        total = jnp.float32(0)
+        for x in jax.tree.leaves(model(*batch)):
+            total = total + jnp.mean(x.astype(jnp.float32) ** 2)
+        return total
 
     return shard_rules(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
 
@@ -228,6 +233,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype:
             f"load_pretrained: dtype={kind.name}, but it must be one of "
             f"{', '.join(NAMES)}."
         )
+    # Without this setting, JAX makes float32 of float64, with only a warning.
     if jax.dtypes.canonicalize_dtype(kind) != kind:
         raise ValueError(
             "load_pretrained: dtype=float64 needs jax.config.update('jax_enable_x64', "
@@ -254,7 +260,9 @@ def _read_config(
     generation = file_in_force("load_pretrained", directory, GENERATION)
     try:
         config, make_model = read_family(read_json(file), family, entries)
-        raw = {} if generation is None else read_json(generation)
+        raw = {}
+        if generation is not None:
+            raw = read_json(generation)
         return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
@@ -288,28 +296,31 @@ def _check_layers(
     images cannot be stacked.
     """
     problems = []
-    model = make(True) if family.stacks else None
-    for stack in family.stacks:
-        wanted = count_layers(attrgetter(stack)(model))
-        if (found := count_stored(stored, stack, family)) != wanted:
-            problems.append(
-                f"it has {wanted} layers at {stack}, the files have {found}"
-            )
-    for name in (
-        ("layers_per_block", "transformer_layers_per_block")
-        if not family.stacks
-        else ()
-    ):
-        value = getattr(config, name, 1)
-        most = 1 + max(
-            (int(i) for key in stored for i in re.findall(r"\.(\d+)\.", key)), default=0
-        )
-        if max(value if isinstance(value, tuple) else (value,)) > most:
-            problems.append(f"{name}={value}, the files have at most {most} in a row")
+    model = None
+    if family.stacks:
+        model = make(True)
+        for stack in family.stacks:
+            wanted = count_layers(attrgetter(stack)(model))
+            found = count_stored(stored, stack, family)
+            if found != wanted:
+                problems.append(
+                    f"it has {wanted} layers at {stack}, the files have {found}"
+                )
+    else:
+        most = 1 + _largest_number(stored)
+        for name in ("layers_per_block", "transformer_layers_per_block"):
+            value = getattr(config, name, 1)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if max(numbers) > most:
+                problems.append(
+                    f"{name}={value}, the files have at most {most} in a row"
+                )
     if problems:
         # A model whose layers are not stacked is not made here: it may have a billion
         # of them. A beginning of its keys does not change the numbers in them anyway.
-        hint = "" if model is None else hint_of_beginning(stored, family, model)
+        hint = ""
+        if model is not None:
+            hint = hint_of_beginning(stored, family, model)
         if hint:
             raise ValueError(
                 f"load_pretrained: the keys in {directory} do not fit the model.{hint}"
@@ -320,6 +331,15 @@ def _check_layers(
         )
 
 
+def _largest_number(keys: Iterable[str]) -> int:
+    """Return the largest number between the dots of the keys; 0 if there is none."""
+    largest = 0
+    for key in keys:
+        for number in re.findall(r"\.(\d+)\.", key):
+            largest = max(largest, int(number))
+    return largest
+
+
 def _as_stored(
     config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]
 ) -> BaseConfig:
@@ -327,6 +347,7 @@ def _as_stored(
     alone decide."""
     head = "lm_head.weight"
     table = family.tied[head]
+    # Files of a tied model may have the table under both names.
     is_own = (
         head in stored and table in stored and not _equal(stored[head], stored[table])
     )
@@ -342,12 +363,15 @@ def _make_anew(
     """Return the arrays of a new model at these paths. The others are not computed."""
 
     def make(key: Key) -> dict[str, Array]:
-        made = to_arrays(make_model(key))
-        return {
-            path: made[path] if dtype is None else made[path].astype(dtype)
-            for path in layout
-        }
+        arrays = to_arrays(make_model(key))
+        made = {}
+        for path in layout:
+            made[path] = arrays[path]
+            if dtype is not None:
+                made[path] = made[path].astype(dtype)
+        return made
 
+    # XLA removes the computation of arrays that are not returned.
     return jax.jit(make, out_shardings=layout)(key)
 
 
@@ -361,14 +385,14 @@ def _find(
 ) -> dict[str, Stored]:
     """Return the stored array for each key of the model."""
     family = type(model)
-    shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
+    shapes = shapes_of(entries)
     match = match_keys(stored, shapes, family)
-    found = {
-        key: stored[name].as_matrix()
-        if any(re.search(x, key) for x in family.windowed)
-        else stored[name]
-        for key, name in match.found.items()
-    }
+    found = {}
+    for key, name in match.found.items():
+        found[key] = stored[name]
+        if any(re.search(pattern, key) for pattern in family.windowed):
+            found[key] = found[key].as_matrix()
+    # `_buffer` makes zeros of a buffer that the files leave out.
     given = {*found, *family.buffers}
     missing = [
         key for key in shapes if key not in given and not key.startswith(may_lack)
@@ -420,7 +444,9 @@ def _buffer(
     if key not in found:
         return np.zeros(entry.shape, dtype or np.float32)
     stored = found[key].read(tuple(slice(0, size) for size in entry.shape))
-    return stored if dtype is None else stored.astype(dtype)
+    if dtype is None:
+        return stored
+    return stored.astype(dtype)
 
 
 def _open(directory: Path, stem: str) -> dict[str, Stored]:
@@ -447,8 +473,10 @@ def _equal(one: Stored, other: Stored) -> bool:
     memory."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    rows = max(1, 2**22 // math.prod(one.shape[1:]))
-    parts = [
-        slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)
-    ]
-    return all(one.read((p,)).tobytes() == other.read((p,)).tobytes() for p in parts)
+    num_rows = max(1, 2**22 // math.prod(one.shape[1:]))
+    for first in range(0, one.shape[0], num_rows):
+        rows = (slice(first, min(first + num_rows, one.shape[0])),)
+        # By their bytes, because a NaN does not equal itself.
+        if one.read(rows).tobytes() != other.read(rows).tobytes():
+            return False
+    return True

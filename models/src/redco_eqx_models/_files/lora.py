@@ -30,7 +30,7 @@ from redco_eqx_models._files.directory import (
     unchanged,
 )
 from redco_eqx_models._files.exchange import begin, tidied_after_error
-from redco_eqx_models._files.names import Entry, entries_of
+from redco_eqx_models._files.names import Entry, entries_of, shapes_of
 from redco_eqx_models._files.paths import local_path
 from redco_eqx_models._files.pieces import (
     check_arrays,
@@ -47,6 +47,7 @@ M = TypeVar("M", bound=Model)
 STEM = "adapter_model"
 WEIGHTS = single(STEM)
 
+# `PeftModel` has the tuner as `base_model`, and the tuner has the model as `model`.
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FACTOR = re.compile(r"\.lora_([ab])$")
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -117,20 +118,15 @@ def save_lora(
     branches = _branches(model)
     kinds = {(x.lora_a.shape[-2], x.scale) for x in branches.values()}
     if len(kinds) != 1:
-        found = (
-            ", ".join(
-                f"rank {rank} with scale {scale}" for rank, scale in sorted(kinds)
-            )
-            or "none at all"
-        )
+        found = [f"rank {rank} with scale {scale}" for rank, scale in sorted(kinds)]
         raise ValueError(
             "save_lora: the branches must be of one rank and scale, but there are: "
-            f"{found}."
+            f"{', '.join(found) or 'none at all'}."
         )
     ((rank, scale),) = kinds
-    parts = {
-        part: name for name, parts in model.config.joined.items() for part in parts
-    }
+    parts = {}
+    for whole, own in model.config.joined.items():
+        parts |= dict.fromkeys(own, whole)
     alone = [path for path in branches if path.rpartition(".")[2] in parts]
     if alone:
         raise ValueError(
@@ -146,18 +142,23 @@ def save_lora(
         piece._replace(record=piece.record._replace(key=_key(piece.record.key)))
         for piece in pieces_of(entries, arrays)
     ]
+    # Larger dtypes first, so that all arrays are aligned.
     pieces.sort(key=lambda piece: -piece.record.dtype.itemsize)
+    source = model.config.source
+    if base is not None:
+        source = os.fspath(base)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if isinstance(model, DecoderLM) else None,
-        "base_model_name_or_path": model.config.source
-        if base is None
-        else os.fspath(base),
+        "base_model_name_or_path": source,
         "target_modules": sorted({path.rpartition(".")[2] for path in branches}),
         "r": rank,
+        # peft divides it by `r`.
         "lora_alpha": scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",
+        # peft asks for true if a base stores `(in, out)`. Only a `Linear` can have a
+        # branch here, never a `Conv1D`.
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
@@ -210,10 +211,8 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
         _KEY.sub(lambda m: f"{m[1]}.lora_{m[2].lower()}", key): x
         for key, x in stored.items()
     }
-    targets = {
-        _stacked(model, path) or path
-        for path in (name.rpartition(".")[0] for name in named)
-    }
+    paths = [name.rpartition(".")[0] for name in named]
+    targets = {_stacked(model, path) or path for path in paths}
     abstract = eqx.filter_eval_shape(
         lambda m: add_lora(
             m, targets=targets, rank=rank, scale=scale, key=jax.random.key(0)
@@ -264,10 +263,11 @@ def _read_config(file: Path) -> tuple[int, float]:
     supported."""
     raw = read_json(file)
     for name, value in raw.items():
+        # peft writes null, false or an empty list for features that are not used.
         if value and name not in _OTHERS and value not in _ONLY.get(name, ()):
-            only = (
-                f", only {' or '.join(map(repr, _ONLY[name]))}" if name in _ONLY else ""
-            )
+            only = ""
+            if name in _ONLY:
+                only = f", only {' or '.join(map(repr, _ONLY[name]))}"
             raise ValueError(
                 f"load_lora: {file}: {name}={value!r} is not supported{only}. The "
                 "logits would be wrong. Merge it in peft with "
@@ -288,7 +288,10 @@ def _read_config(file: Path) -> tuple[int, float]:
             f"load_lora: {file}: lora_alpha={alpha!r}, but it must be a positive "
             "number."
         )
-    return rank, alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank
+    if raw.get("use_rslora"):
+        # Kalajdzievski 2023, as in peft.
+        return rank, alpha / math.sqrt(rank)
+    return rank, alpha / rank
 
 
 def _stacked(model: Model, path: str) -> str | None:
@@ -303,19 +306,19 @@ def _stacked(model: Model, path: str) -> str | None:
 def _check(
     file: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored]
 ) -> None:
-    shapes = {key: entry.file_shape for entry in entries.values() for key in entry.keys}
+    shapes = shapes_of(entries.values())
     problems = [
         f"{key} {list(shape)} is missing"
         for key, shape in shapes.items()
         if key not in stored
     ]
-    problems += [
-        f"{x.key} is {x.dtype}{list(x.shape)} instead of {list(shapes[key])}"
-        if key in shapes
-        else f"{x.key} is of a layer that the model does not have"
-        for key, x in stored.items()
-        if x.shape != shapes.get(key) or x.dtype not in NAMES
-    ]
+    for key, x in stored.items():
+        if key not in shapes:
+            problems.append(f"{x.key} is of a layer that the model does not have")
+        elif x.shape != shapes[key] or x.dtype not in NAMES:
+            problems.append(
+                f"{x.key} is {x.dtype}{list(x.shape)} instead of {list(shapes[key])}"
+            )
     if problems:
         raise ValueError(
             f"load_lora: {file} does not fit the model: {first_few(problems)}. If only "

@@ -54,7 +54,9 @@ class Entry:
         shape = self.shape[len(self.numbered) :]
         if self.num_rows is not None:
             return (self.num_rows, *shape[1:])
-        return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
+        if self.fused:
+            return (*shape[:-2], shape[-2] * shape[-1])
+        return shape
 
     @property
     def places(self) -> list[tuple[tuple[int, ...], str]]:
@@ -70,12 +72,15 @@ def entries_of(model: Model) -> list[Entry]:
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
         rest = "" if stack is None else path.removeprefix(f"{stack}.")
         if rest.partition(".")[0].isdigit():
-            stack = None  # a list of layers
+            # A list of layers has their numbers in its paths, as the keys of files.
+            stack = None
         fused = any(re.search(pattern, path) for pattern in model.fused)
         key, parts = _joined(path, model)
         rows = (0, None)
         if parts:
-            sizes = [arrays[part].shape[0 if stack is None else 1] for part in parts]
+            # In a stack, the dim of the layers comes before the rows.
+            dim = 0 if stack is None else 1
+            sizes = [arrays[part].shape[dim] for part in parts]
             rows = sum(sizes[: parts.index(path)]), sum(sizes)
         elif is_vocabulary(model, path.rpartition(".")[0]):
             rows = 0, model.config.vocab_size
@@ -91,6 +96,14 @@ def entries_of(model: Model) -> list[Entry]:
     return entries
 
 
+def shapes_of(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the array under each key of the entries."""
+    shapes = {}
+    for entry in entries:
+        shapes |= dict.fromkeys(entry.keys, entry.file_shape)
+    return shapes
+
+
 def _key(path: str, model: Model) -> str:
     module, _, array = path.rpartition(".")
     if module not in model.in_first_layer:
@@ -104,10 +117,10 @@ def _joined(path: str, model: Model) -> tuple[str, list[str]]:
     outer, _, kind = path.rpartition(".")
     outer, _, own = outer.rpartition(".")
     for name, parts in model.config.joined.items():
+        # A branch of LoRA beside a part has other kinds of arrays.
         if own in parts and kind in ("weight", "bias"):
-            return f"{outer}.{name}.{kind}", [
-                f"{outer}.{part}.{kind}" for part in parts
-            ]
+            paths = [f"{outer}.{part}.{kind}" for part in parts]
+            return f"{outer}.{name}.{kind}", paths
     return path, []
 
 
@@ -171,20 +184,28 @@ def list_problems(problems: Mapping[str, Sequence[str]]) -> str:
 def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:
     """Return the number of layers of a stack that have keys, in any spelling."""
     layer = re.compile(rf"{re.escape(stack)}\.(\d+)\.")
-    found = (layer.match(name) for key in keys for name in _spellings(key, family))
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    last = -1
+    for key in keys:
+        for name in _spellings(key, family):
+            match = layer.match(name)
+            if match:
+                last = max(last, int(match[1]))
+    return last + 1
 
 
 def _spellings(key: str, family: type[Model]) -> list[str]:
-    old_spellings = (*OLD_SPELLINGS, *family.renamed.items())
-    names = [
-        key,
-        *(re.sub(old, new, key) for old, new in old_spellings if re.search(old, key)),
-    ]
-    names += [
-        name.removeprefix(outer)
-        for outer in family.outer
-        for name in names
-        if name.startswith(outer)
-    ]
-    return [prefix + name for prefix in ("", *family.prefixes) for name in names]
+    """Return the names that a key of a file may have in the model, the key itself
+    first."""
+    names = [key]
+    for old, new in (*OLD_SPELLINGS, *family.renamed.items()):
+        if re.search(old, key):
+            names.append(re.sub(old, new, key))
+    # The file is of a larger model, of which this one is a part.
+    for outer in family.outer:
+        inner = [name.removeprefix(outer) for name in names if name.startswith(outer)]
+        names += inner
+    # The file is of the bare model, which this one has as a part.
+    spellings = list(names)
+    for prefix in family.prefixes:
+        spellings += [prefix + name for name in names]
+    return spellings

@@ -53,19 +53,11 @@ def place(
         kind = dtype or _dtype_of(entry, found)
         sharding = layout[entry.path]
         pieces = []
-        devices: dict[Bounds, list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(
-            entry.shape
-        ).items():
-            bounds = tuple(
-                dim.indices(size)[:2] for dim, size in zip(index or (), entry.shape)
-            )
-            devices.setdefault(bounds, []).append(device)
-        for bounds, group in devices.items():
+        for bounds, devices in _devices_by_slice(sharding, entry.shape).items():
             host = _read(entry, found, bounds, kind)
             jax.block_until_ready(sent)
             # Devices must not share the host's memory, as they may on CPU.
-            sent = [jax.device_put(host, device, may_alias=False) for device in group]
+            sent = [jax.device_put(host, device, may_alias=False) for device in devices]
             pieces += sent
         for key in entry.keys:
             found[key].release()
@@ -73,6 +65,18 @@ def place(
             entry.shape, sharding, pieces, dtype=kind
         )
     return made
+
+
+def _devices_by_slice(
+    sharding: NamedSharding, shape: tuple[int, ...]
+) -> dict[Bounds, list[Any]]:
+    """Return the devices of this process that hold each distinct slice of an array."""
+    devices: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        # `indices` replaces the `None` of a slice that is whole.
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index or (), shape))
+        devices.setdefault(bounds, []).append(device)
+    return devices
 
 
 def _dtype_of(entry: Entry, found: Mapping[str, Stored]) -> np.dtype:
@@ -95,11 +99,10 @@ def _read(
     size = entry.shape[-1] if entry.fused else None
     outer = bounds[: len(entry.numbered)]
     inner = bounds[len(entry.numbered) :]
-    # The leaf may begin later in the array of the file.
-    inner = (
-        *((first + entry.start, last + entry.start) for first, last in inner[:1]),
-        *inner[1:],
-    )
+    if inner:
+        # The leaf may begin later in the array of the file.
+        (first, last), *rest = inner
+        inner = ((first + entry.start, last + entry.start), *rest)
     if not outer:
         return _read_key(found[entry.keys[0]], inner, size).astype(dtype, copy=False)
     whole = np.empty([stop - start for start, stop in bounds], dtype)
@@ -112,6 +115,8 @@ def _read(
 
     places = entry.places
     with ThreadPoolExecutor(NUM_READERS) as pool:
+        # NumPy releases the lock of the interpreter while it copies. The list raises
+        # the errors of the threads.
         list(pool.map(copy, [places[i::NUM_READERS] for i in range(NUM_READERS)]))
     return whole
 
@@ -133,7 +138,8 @@ def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
         return _read_rows(stored, bounds)
     *outer, (first, last), (start, stop) = bounds
     index = tuple(slice(*pair) for pair in outer)
-    if stop - start == size:  # the parts lie side by side
+    if stop - start == size:
+        # Whole parts lie side by side.
         whole = stored.read((*index, slice(first * size, last * size)))
         return whole.reshape(*whole.shape[:-1], last - first, size)
     rows = (slice(i * size + start, i * size + stop) for i in range(first, last))
@@ -181,13 +187,18 @@ def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Pie
     """Return the pieces to write, layer by layer also if layers are stacked."""
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
-        places = [(entry, index, key) for entry in group for index, key in entry.places]
-        for entry, index, key in (
-            places if stack is None else sorted(places, key=lambda place: place[1][0])
-        ):
+        places = []
+        for entry in group:
+            places += [(entry, index, key) for index, key in entry.places]
+        if stack is not None:
+            # By the number of the layer. Sorting keeps the order within a layer.
+            places.sort(key=lambda place: place[1][0])
+        for entry, index, key in places:
             dtype = np.dtype(arrays[entry.path].dtype)
             paths = (entry.path,)
-            if before := pieces.get(key):  # files store both as one
+            before = pieces.get(key)
+            if before is not None:
+                # Files store both as one.
                 dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
                 paths = (*before.paths, entry.path)
             pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, index)
@@ -218,10 +229,8 @@ def write_together(
         for _ in fetched:
             # Every process takes part in each fetch, even if process 0 cannot write.
             pass
-        if (
-            multihost_utils.broadcast_one_to_all(np.int32(error is not None))
-            and error is None
-        ):
+        has_failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+        if has_failed and error is None:
             raise RuntimeError(
                 f"{what}: process 0 could not write {directory}; its error says why."
             )
@@ -231,12 +240,11 @@ def write_together(
 
 def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
     found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
-    whole = (
-        found[0]
-        if len(found) == 1
-        else np.concatenate(found).astype(piece.record.dtype, copy=False)
-    )
-    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows
+    whole = found[0]
+    if len(found) > 1:
+        whole = np.concatenate(found).astype(piece.record.dtype, copy=False)
+    # A padded vocabulary has more rows than the file. A scalar has none.
+    rows = tuple(slice(size) for size in piece.record.shape[:1])
     return whole[rows].reshape(piece.record.shape)
 
 
@@ -246,11 +254,13 @@ def _fetch_one(x: Any, index: tuple[int, ...]) -> np.ndarray:
     # JAX keeps a host copy with its array, so fetch from a temporary copy on the
     # devices.
     x = _take(x, index) if index else jnp.copy(x)
+    # No process has all of an array that is split over several.
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
+# The indices are arguments, so the layers of a stack share one compiled program.
 @jax.jit
 def _take(x: Array, index: tuple[Int[Array, ""], ...]) -> Array:
     for i in index:

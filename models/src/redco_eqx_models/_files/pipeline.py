@@ -110,11 +110,8 @@ def load_stable_diffusion(
         )
         for name in PARTS
     }
-    rest = {
-        name: x
-        for name, x in index.items()
-        if name not in {*PARTS, "_class_name", "scheduler"}
-    }
+    read = {*PARTS, "_class_name", "scheduler"}
+    rest = {name: x for name, x in index.items() if name not in read}
     source = PipelineIndex(
         json.dumps(rest, sort_keys=True), os.fspath(directory.absolute())
     )
@@ -122,7 +119,10 @@ def load_stable_diffusion(
 
 
 def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
-    name = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
+    # An entry is the library and the class: `["diffusers", "PNDMScheduler"]`.
+    name = entry
+    if isinstance(entry, list) and len(entry) == 2:
+        name = entry[1]
     if name not in SCHEDULERS:
         raise ValueError(
             f"{directory.parent / INDEX}: scheduler={name!r} is not supported, only "
@@ -139,10 +139,10 @@ def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
         scheduler: Scheduler = SCHEDULERS[name].from_json(read_json(file))
     except ValueError as error:
         raise ValueError(f"load_stable_diffusion: {directory}: {error}") from error
-    changes = {
-        "steps_offset": 1,
-        **({"clip_sample": False} if hasattr(scheduler, "clip_sample") else {}),
-    }
+    # `StableDiffusionPipeline` of diffusers corrects these two entries of old files.
+    changes: dict[str, Any] = {"steps_offset": 1}
+    if hasattr(scheduler, "clip_sample"):
+        changes["clip_sample"] = False
     return dataclasses.replace(scheduler, **changes)
 
 
@@ -192,7 +192,10 @@ def save_stable_diffusion(
     def together(
         write: Callable[[Iterator[np.ndarray]], object], save: Save | None = None
     ) -> None:
-        pieces, arrays = ((), {}) if save is None else (save.pieces, save.arrays)
+        """Run `write` on process 0, with the arrays of a part if it needs them. All
+        processes learn of an error."""
+        pieces = [] if save is None else save.pieces
+        arrays = {} if save is None else save.arrays
         write_together("save_stable_diffusion", directory, pieces, arrays, write)
 
     # The stack is used only on process 0. Closing it lets other programs write there.
@@ -209,9 +212,8 @@ def _open_to_write(
     """Become the only writer of the directory, until the stack is closed."""
     if index.source is not None:
         source = Path(index.source)
-        check_links(
-            source, directory, _folders(source, directory, json.loads(index.rest))
-        )
+        folders = _folders(source, directory, json.loads(index.rest))
+        check_links(source, directory, folders)
     directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(only_writer("save_stable_diffusion", directory))
     stack.enter_context(tidied_after_error(directory))
@@ -238,13 +240,15 @@ def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
         carry_over(Path(index.source), directory)
         for folder in _folders(Path(index.source), directory, rest):
             copy_folder(folder, directory / folder.name)
+    # diffusers writes `[null, null]` for a part that a pipeline does not have.
     rest = {"tokenizer": TOKENIZER, **dict.fromkeys(OPTIONAL, ABSENT), **rest}
-    found = {
-        name: entry
-        if not isinstance(entry, list) or (directory / name).is_dir()
-        else ABSENT
-        for name, entry in rest.items()
-    }
+    found: dict[str, Json] = {}
+    for name, entry in rest.items():
+        is_part = isinstance(entry, list)
+        if is_part and not (directory / name).is_dir():
+            found[name] = ABSENT
+        else:
+            found[name] = entry
     found.setdefault("_diffusers_version", VERSION)
     found.setdefault("requires_safety_checker", found["safety_checker"] != ABSENT)
     named = ["diffusers", type(scheduler).__name__]
@@ -267,6 +271,7 @@ def _folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> list
     """Return the folders that an index names, except this library's networks and
     folders that the other directory has.
     """
+    # An index from elsewhere could name any folder of the computer.
     names = [
         name
         for name, x in entries.items()

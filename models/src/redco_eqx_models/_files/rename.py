@@ -41,6 +41,7 @@ def rename_keys(
     origin: dict[str, str] = {}
     used = set()
     for key, array in stored.items():
+        # Of the beginnings that fit, the longest.
         old = max((x for x in rename if key.startswith(x)), key=len, default=None)
         name = key
         if old is not None:

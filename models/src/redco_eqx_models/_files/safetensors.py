@@ -64,7 +64,8 @@ def open_file(file: Path) -> dict[str, Stored]:
 
     Raises `ValueError` if it is not a complete safetensors file.
     """
-    import safetensors  # only to read: a model that is made here needs no file
+    # Only a reader needs the package: a model that is made here needs no file.
+    import safetensors
 
     try:
         handle = safetensors.safe_open(str(file), framework="np")
@@ -89,7 +90,10 @@ def open_file(file: Path) -> dict[str, Stored]:
         view = None
         if dtype in NAMES:
             size = math.prod(shape)
-            begin = start + entry["data_offsets"][0] if size else 0
+            # Offsets count from the end of the header.
+            begin = 0
+            if size:
+                begin = start + entry["data_offsets"][0]
             view = np.frombuffer(mapped, dtype, size, begin).reshape(shape)
         found[key] = Stored(file, key, dtype, shape, view, mapped)
     return found
@@ -133,10 +137,13 @@ def write_file(
         kind = {"dtype": NAMES[record.dtype.name], "shape": record.shape}
         header[record.key] = {**kind, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The package's own writer pads the header with spaces too, so that arrays begin at
+    # a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for array in arrays:
+            # As bytes, because Python's buffers have no bfloat16.
             f.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())

@@ -68,23 +68,17 @@ def card_of(model: Model, name: str, history: RunHistory) -> str:
     each metric."""
     last = {}
     for row in (*history.rows, *history.evaluations):
-        last |= {
-            metric: (row["step"], value)
-            for metric, value in row.items()
-            if metric != "step"
-        }
+        for metric, value in row.items():
+            if metric != "step":
+                last[metric] = (row["step"], value)
     arrays = to_arrays(model)
-    mesh = next(
-        (
-            x.sharding.mesh
-            for x in arrays.values()
-            if isinstance(x.sharding, NamedSharding)
-        ),
-        None,
-    )
-    sizes = {} if mesh is None else mesh.shape
+    # The hub shows how to load a model with this library.
+    library = "transformers"
+    if "diffusion" in model.config.weights:
+        library = "diffusers"
+    versions = [f"{x} {importlib.metadata.version(x)}" for x in ("redco_eqx", "jax")]
     text = _FORM.format(
-        library="diffusers" if "diffusion" in model.config.weights else "transformers",
+        library=library,
         name=name,
         architecture=model.architecture or type(model).__name__,
         dtype=common_dtype(arrays),
@@ -92,16 +86,23 @@ def card_of(model: Model, name: str, history: RunHistory) -> str:
             math.prod(entry.unpadded_shape) for entry in entries_of(model)
         ),
         step=max((step for step, _ in last.values()), default=0),
-        versions=" and ".join(
-            f"{x} {importlib.metadata.version(x)}" for x in ("redco_eqx", "jax")
-        ),
-        place=" x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        or "one device",
+        versions=" and ".join(versions),
+        place=_name_of_mesh(arrays),
     )
-    return text + "".join(
+    lines = [
         f"| `{metric}` | {step} | {value:.6g} |\n"
         for metric, (step, value) in last.items()
-    )
+    ]
+    return text + "".join(lines)
+
+
+def _name_of_mesh(arrays: Mapping[str, Any]) -> str:
+    """Return the axes and sizes of the mesh of the first array that is on one."""
+    for x in arrays.values():
+        if isinstance(x.sharding, NamedSharding):
+            axes = [f"{axis}={size}" for axis, size in x.sharding.mesh.shape.items()]
+            return " x ".join(axes) or "one device"
+    return "one device"
 
 
 def save_pretrained(
@@ -219,6 +220,7 @@ class Save:
             self._directory, config.weights, len(self._files), self._contents
         )
         if config.source is not None:
+            # After `begin`, whose files (a card, for example) come before the source's.
             carry_over(Path(config.source), self._directory)
         for file, pieces in zip(self._exchange.files, self._files, strict=True):
             records = [piece.record for piece in pieces]
@@ -230,13 +232,11 @@ class Save:
     def commit(self) -> None:
         """Put the written files in force."""
         assert self._exchange is not None
-        placed = zip(self._exchange.files, self._files, strict=True)
-        weight_map = {
-            piece.record.key: file.name for file, pieces in placed for piece in pieces
-        }
-        self._exchange.commit(
-            weight_map, sum(piece.record.num_bytes for piece in self.pieces)
-        )
+        weight_map = {}
+        for file, pieces in zip(self._exchange.files, self._files, strict=True):
+            weight_map |= {piece.record.key: file.name for piece in pieces}
+        num_bytes = sum(piece.record.num_bytes for piece in self.pieces)
+        self._exchange.commit(weight_map, num_bytes)
 
 
 def plan_save(
@@ -267,11 +267,11 @@ def plan_save(
     )
     text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
     contents: dict[str, bytes | None] = {CONFIG: text.encode()}
-    contents[GENERATION] = None  # a file that is there belongs to another model
+    # A file that is there belongs to another model.
+    contents[GENERATION] = None
     if config.generation != "{}":
-        contents[GENERATION] = (
-            json.dumps(json.loads(config.generation), indent=2) + "\n"
-        ).encode()
+        generation = json.dumps(json.loads(config.generation), indent=2) + "\n"
+        contents[GENERATION] = generation.encode()
     if card is not None:
         contents[CARD] = _card_content(what, model, directory, card)
     files = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
@@ -308,17 +308,14 @@ def _check_family(what: str, model: Model) -> None:
     entries = entries_of(model)
     family = type(model)
     config = model.config
-    made: Any = family
+    # The model that `load_pretrained` would make for the configuration.
+    make: Any = family
+    is_stacked = any(entry.stack for entry in entries)
     fresh = eqx.filter_eval_shape(
-        lambda key: made(
-            config, stacked=any(entry.stack for entry in entries), key=key
-        ),
-        jax.random.key(0),
+        lambda key: make(config, stacked=is_stacked, key=key), jax.random.key(0)
     )
-    own, wanted = (
-        {entry.path: entry.unpadded_shape for entry in x}
-        for x in (entries, entries_of(fresh))
-    )
+    own = {entry.path: entry.unpadded_shape for entry in entries}
+    wanted = {entry.path: entry.unpadded_shape for entry in entries_of(fresh)}
     extra = [path for path in own if path not in wanted]
     misshapen = [path for path in wanted if path in own and own[path] != wanted[path]]
     problems = {

@@ -134,10 +134,13 @@ def _lock(fd: int) -> bool | None:
     if fcntl is None:
         return None
     try:
+        # `flock`, not `lockf`, whose locks a process loses when it closes any file
+        # object of the same file, and which threads share.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # Lustre without the option flock, for example
+    except OSError:
+        # Lustre without the option flock, for example.
         return None
     return True
 
@@ -155,10 +158,12 @@ def _is_free(lock: bool | None, writer: Mapping[str, object], is_late: bool) -> 
 
 def _is_running(pid: object) -> bool:
     try:
+        # Signal 0 only checks that the process exists.
         os.kill(int(str(pid)), 0)
     except (ValueError, ProcessLookupError):
         return False
-    except PermissionError:  # the process of another user
+    except PermissionError:
+        # The process of another user.
         return True
     return True
 
@@ -174,7 +179,8 @@ def _take(fd: int, lock: bool | None) -> bool:
     os.ftruncate(fd, len(text))
     if lock is True:
         return True
-    time.sleep(_SETTLE_SECONDS)  # without a lock, the last of those that wrote has it
+    # Without a lock, the last of those that wrote is the writer.
+    time.sleep(_SETTLE_SECONDS)
     os.lseek(fd, 0, os.SEEK_SET)
     return os.read(fd, len(text) + 1) == text
 
@@ -184,7 +190,8 @@ def _read(fd: int) -> tuple[dict[str, object], int]:
     os.lseek(fd, 0, os.SEEK_SET)
     try:
         return dict(json.loads(os.read(fd, 4096))), os.fstat(fd).st_mtime_ns
-    except (ValueError, TypeError):  # empty, or another process is writing it
+    except (ValueError, TypeError):
+        # It is empty, or another process is writing it.
         return {}, 0
 
 
@@ -199,12 +206,14 @@ def _is_in(fd: int, file: Path) -> bool:
 def _beat(file: Path, done: threading.Event) -> None:
     """Show other hosts that this process is alive."""
     while not done.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):  # the save itself reports a disk that fails
+        # The save itself reports a disk that fails.
+        with contextlib.suppress(OSError):
             os.utime(file)
 
 
 def _release(fd: int) -> None:
-    if fd not in _held:  # in a child that was forked during the save
+    if fd not in _held:
+        # This is a child that was forked during the save.
         return
     _held.remove(fd)
     if fcntl is not None:
