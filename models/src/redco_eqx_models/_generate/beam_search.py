@@ -113,22 +113,23 @@ def advance(
     step = search.step + 1
     rank = jnp.arange(is_end.shape[1], dtype=jnp.int32)
 
+    # False sorts before true, and a stable sort keeps the order by score: first the
+    # candidates that go on.
     order = jnp.argsort(is_end, axis=1, stable=True)[:, : rules.num_beams]
     going = candidates._replace(scores=jnp.where(is_end, -jnp.inf, candidates.scores))
     beams = Beams(*(_pick(x, order) for x in going))
-    beams = beams._replace(
-        path=beams.path.at[:, :, search.step].set(rank[: rules.num_beams])
-    )
+    path = beams.path.at[:, :, search.step].set(rank[: rules.num_beams])
+    beams = beams._replace(path=path)
 
-    enters = (
-        (is_end | (step == rules.max_new_tokens))
-        & (rank < rules.num_beams)
-        & search.is_open[:, None]
-    )
+    # As in transformers, a text that ends counts only if it is among the best
+    # `num_beams` of all candidates, and so does one that reaches the limit.
+    is_complete = is_end | (step == rules.max_new_tokens)
+    enters = is_complete & (rank < rules.num_beams) & search.is_open[:, None]
+    # Wu et al. 2016, section 7, divide by a longer formula. transformers takes the
+    # length to a power.
     scores = candidates.scores / step**search.length_penalty
-    found = _best(
-        search.found, Hypotheses(candidates.tokens, jnp.where(enters, scores, -jnp.inf))
-    )
+    scores = jnp.where(enters, scores, -jnp.inf)
+    found = _best(search.found, Hypotheses(candidates.tokens, scores))
 
     search = search._replace(step=step, beams=beams, found=found)
     return search._replace(is_open=search.is_open & ~_is_closed(search, rules))
@@ -146,9 +147,11 @@ def _continued(
     vocabulary = logits.shape[-1]
     logits = logits.astype(beams.scores.dtype)
     scores = jax.nn.log_softmax(logits, axis=-1) + beams.scores[:, :, None]
+    # Each beam may end in as many ways as there are end tokens. Then `num_beams` others
+    # are left. This is `beams_to_keep` of transformers.
     num = (1 + len(rules.ends)) * rules.num_beams
     scores, places = largest(scores, min(num, scores.shape[1] * vocabulary))
-    # In a tiny vocabulary.
+    # A tiny vocabulary has fewer continuations than there are beams.
     missing = [(0, 0), (0, max(0, rules.num_beams - scores.shape[1]))]
     scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
     parent, token = jnp.divmod(jnp.pad(places, missing), vocabulary)
@@ -170,11 +173,14 @@ def _is_closed(search: Search, rules: Rules) -> Bool[Array, " b"]:
     best = search.beams.scores[:, 0]
     worst = search.found.scores[:, -1]
     if rules.early_stopping is True:
+        # Minus infinity stands for a beam or a text that does not exist.
         return (best == -jnp.inf) | (worst > -jnp.inf)
     length = search.step
     if rules.early_stopping == "never":
+        # Scores are negative. Divided by a larger number, they are better.
         length = jnp.where(search.length_penalty > 0, rules.max_new_tokens, length)
-    # With fewer than `num_beams` texts the worst is -inf.
+    # With fewer than `num_beams` texts the worst is -inf. The negation also closes a
+    # row whose best score is NaN.
     return ~(best / length**search.length_penalty > worst)
 
 
@@ -242,7 +248,9 @@ def beam_search(
         "beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens
     )
     ends, pad = special_tokens("beam_search", model, eos_token_id, pad_token_id)
-    early_stopping = True if num_beams == 1 else early_stopping
+    if num_beams == 1:
+        # Only so is one beam the same as `generate`, which ends with the first text.
+        early_stopping = True
     rules = Rules(int(max_new_tokens), int(num_beams), early_stopping, ends, pad)
     return _search(model, prompt, jnp.asarray(length_penalty, float), rules)
 
@@ -271,6 +279,7 @@ def check_options(
 def _search(
     model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], rules: Rules
 ) -> Hypotheses:
+    # All beams of a row lie in one row of the cache, each token in a slot of its own.
     logits, cache, run = prefill(model, prompt, rules.max_new_tokens * rules.num_beams)
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     search = begin(~prompt.is_empty, length_penalty.astype(dtype), rules)
@@ -289,7 +298,8 @@ def _search(
         hidden, cache = run(
             tokens, attention_mask=mask, positions=positions, cache=cache
         )
-        assert cache is not None  # because the call passed one
+        # The call passed a cache, so it returned one.
+        assert cache is not None
         return advance(search, model.logits(hidden), rules), cache
 
     def unfinished(carry: tuple[Search, Cache]) -> Array:
@@ -309,5 +319,6 @@ def _visible(real: Bool[Array, "b p"], beams: Beams) -> Bool[Array, "b beams slo
     """
     size, num_beams, _ = beams.path.shape
     prompt = jnp.broadcast_to(real[:, None], (size, num_beams, real.shape[1]))
+    # A step that has not come has the path -1, which is no beam.
     own = beams.path[..., None] == jnp.arange(num_beams)
     return jnp.concatenate([prompt, jax.lax.collapse(own, 2)], axis=2)

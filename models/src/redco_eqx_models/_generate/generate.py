@@ -108,6 +108,8 @@ def generate(
         "generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens
     )
     ends, pad = special_tokens("generate", model, eos_token_id, pad_token_id)
+    # As Python's numbers, because the compiled program is looked up by its options, and
+    # an array of JAX has no hash.
     top_k = None if top_k is None else int(top_k)
     top_p = None if top_p is None else float(top_p)
     options = _Options(int(max_new_tokens), float(temperature), top_k, top_p, ends, pad)
@@ -133,7 +135,10 @@ def _generate(
     logits, cache, run = prefill(model, prompt, options.max_new_tokens)
 
     def choose(logits: Array, step: Int[Array, ""]) -> Array:
-        step_key = None if key is None else jax.random.fold_in(key, step)
+        step_key = None
+        if key is not None:
+            # By the number of the step, so that a longer text draws the same numbers.
+            step_key = jax.random.fold_in(key, step)
         token = sample(
             logits,
             temperature=options.temperature,
@@ -152,7 +157,8 @@ def _generate(
     def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry
         hidden, cache = run(token[:, None], cache=cache)
-        assert cache is not None  # because the call passed one
+        # The call passed a cache, so it returned one.
+        assert cache is not None
         token = choose(model.logits(hidden[:, 0]), step)
         output, ended = write(output, token, ended, step)
         return step + 1, token, ended, output, cache
@@ -161,8 +167,11 @@ def _generate(
         step, _, ended, _, _ = carry
         return (step < options.max_new_tokens) & ~jnp.all(ended)
 
+    # The shape of the output is static, whenever the rows end.
     output = jnp.full((len(logits), options.max_new_tokens), options.pad, jnp.int32)
     step = jnp.zeros((), jnp.int32)
+    # The prompt has already given the logits of the first token, so the loop begins at
+    # the second. A row that is only padding has ended from the start.
     token = choose(logits, step)
     output, ended = write(output, token, prompt.is_empty, step)
     carry = (step + 1, token, ended, output, cache)

@@ -41,9 +41,10 @@ class Prompt(eqx.Module):
     @property
     def is_empty(self) -> Bool[Array, " b"]:
         """True for each text that is only padding."""
-        return ~jnp.any(
-            self.real if self.source_mask is None else self.source_mask, axis=1
-        )
+        # With an encoder, padding is in its input. The decoder's always begins with a
+        # token.
+        real = self.real if self.source_mask is None else self.source_mask
+        return ~jnp.any(real, axis=1)
 
 
 def read_prompt(
@@ -92,11 +93,9 @@ def read_prompt(
         )
     if isinstance(model, EncoderDecoder):
         size = jnp.shape(inputs)[0]
-        tokens = (
-            _start(name, model, size)
-            if decoder_input_ids is None
-            else decoder_input_ids
-        )
+        tokens = decoder_input_ids
+        if tokens is None:
+            tokens = _start(name, model, size)
         _check_tokens(name, "decoder_input_ids", model, tokens, None)
         if jnp.shape(tokens)[0] != size:
             raise ValueError(
@@ -108,15 +107,17 @@ def read_prompt(
             f"{name}: decoder_input_ids is for models with an encoder. Pass inputs "
             "alone."
         )
-    room = model.config.max_positions
+    max_positions = model.config.max_positions
     length = jnp.shape(tokens)[1]
-    if room is not None and length + max_new_tokens > room:
+    if max_positions is not None and length + max_new_tokens > max_positions:
         raise ValueError(
             f"{name}: a prompt of {length} and max_new_tokens={max_new_tokens} make "
-            f"{length + max_new_tokens} tokens, but the model's table has {room} "
-            "positions. Ask for fewer tokens, or shorten the prompt."
+            f"{length + max_new_tokens} tokens, but the model's table has "
+            f"{max_positions} positions. Ask for fewer tokens, or shorten the prompt."
         )
-    mask = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+    mask = None
+    if attention_mask is not None:
+        mask = jnp.asarray(attention_mask) != 0
     all_real = jnp.ones(jnp.shape(tokens), bool)
     tokens = jnp.asarray(tokens)
     if isinstance(model, EncoderDecoder):
@@ -142,16 +143,13 @@ def _check_tokens(
             f"{name}: {argument} has shape {shape}, but it must be (batch, length), "
             "with at least one token."
         )
-    given = [x for x in (ids, mask) if x is not None]
-    if any(
-        isinstance(x, Tracer)
-        or (isinstance(x, jax.Array) and not x.is_fully_addressable)
-        for x in given
-    ):
+    if not _is_known(ids) or not _is_known(mask):
         return
     ids = np.asarray(ids)
     size = model.config.vocab_size
-    is_real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
+    is_real = np.ones(shape, bool)
+    if mask is not None:
+        is_real = np.asarray(mask) != 0
     outside = np.argwhere(((ids < 0) | (ids >= size)) & is_real)
     if len(outside):
         row, place = map(int, outside[0])
@@ -160,6 +158,14 @@ def _check_tokens(
             f"tokens are 0 to {size - 1}. Use the model's own tokenizer, or mask the "
             "padding with attention_mask."
         )
+
+
+def _is_known(x: Tokens | None) -> bool:
+    """Return true if this process has the numbers of an array: it is not traced, and
+    no part of it is on the devices of another process."""
+    if isinstance(x, Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
@@ -182,13 +188,17 @@ def special_tokens(
     given = model.config.generation_tokens
     size = model.config.vocab_size
     ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
-    ends = np.ravel(np.zeros(0, int) if ends is None or np.size(ends) == 0 else ends)
+    if ends is None or np.size(ends) == 0:
+        # NumPy makes floats of an empty sequence.
+        ends = np.zeros(0, int)
+    ends = np.ravel(ends)
     is_token = ends.dtype.kind in "iu" and np.all((ends >= 0) & (ends < size))
     if eos_token_id is not None and not is_token:
         raise ValueError(
             f"{name}: eos_token_id={eos_token_id!r}, but it must be a token, from 0 to "
             f"{size - 1}, or several."
         )
+    # transformers pads with the first end token too, if there is no padding token.
     pads = [x for x in (pad_token_id, given["pad_token_id"], *ends, 0) if x is not None]
     return tuple(map(int, ends)), int(pads[0])
 
@@ -205,33 +215,39 @@ def prefill(
     memory = _memory(model, prompt)
     step = _step(model, memory)
     tokens = _without_padding(prompt.tokens, real)
+    # The cache has the dtype of the stream, which nothing but a trace can tell.
     dtype = jax.eval_shape(lambda: step(tokens)[0]).dtype
-    hidden, cache = step(
-        tokens, attention_mask=real, cache=model.init_cache(size, length, dtype)
-    )
-    assert cache is not None  # because the call passed one
+    # First only slots for the prompt, because attention reads all slots. The prompt
+    # needs none of the others.
+    cache = model.init_cache(size, length, dtype)
+    hidden, cache = step(tokens, attention_mask=real, cache=cache)
+    # The call passed a cache, so it returned one.
+    assert cache is not None
+    # Padding may be on either side, so the last real token is not always the last one.
     last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return (
-        model.logits(hidden),
-        cache.with_room(num_slots),
-        _step(_unstacked(model), memory),
-    )
+    # Logits only for these tokens: those of the whole prompt would be large.
+    logits = model.logits(hidden)
+    return logits, cache.with_room(num_slots), _step(_unstacked(model), memory)
 
 
 def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
     if not isinstance(model, EncoderDecoder):
         return None
-    assert prompt.source is not None
+    """Return the encoder's output in the form that the decoder reads."""
+    source = prompt.source
+    assert source is not None
     mask = prompt.source_mask
-    source = prompt.source if mask is None else _without_padding(prompt.source, mask)
+    if mask is not None:
+        source = _without_padding(source, mask)
     return model.encode(source, attention_mask=mask)
 
 
 def _step(model: Any, memory: Memory | None) -> Step:
-    return (
-        model.hidden_states if memory is None else partial(model.decode, memory=memory)
-    )
+    """Return the function that runs the model on tokens and a cache."""
+    if memory is None:
+        return model.hidden_states
+    return partial(model.decode, memory=memory)
 
 
 def _unstacked(model: Decoder) -> Decoder:

@@ -62,9 +62,10 @@ def largest(
     if not is_cut:
         return values, places
     whole = NamedSharding(mesh, PartitionSpec(rows))
-    values, places = (
-        jax.lax.with_sharding_constraint(a, whole) for a in (values, places)
-    )
+    values = jax.lax.with_sharding_constraint(values, whole)
+    places = jax.lax.with_sharding_constraint(places, whole)
+    # By the value and then by the place, so that of equal values the first place comes
+    # first, whichever shard it is on. The sort is ascending.
     negated, places = jax.lax.sort((-values, places), dimension=1, num_keys=2)
     return -negated[:, :k], places[:, :k]
 
@@ -85,6 +86,7 @@ def sample(
     the same as `temperature=0`.
     """
     if temperature == 0:
+        # `argmax` takes the first of equal logits, as `largest` does.
         return jnp.argmax(logits, axis=-1)
     assert key is not None
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -110,11 +112,15 @@ def candidates(
         al. 2020, section 3.1); the most probable is always in it.
     """
     vocabulary = logits.shape[-1]
-    scores, tokens = largest(
-        logits, vocabulary if top_k is None else min(top_k, vocabulary)
-    )
+    num_candidates = vocabulary
+    if top_k is not None:
+        num_candidates = min(top_k, vocabulary)
+    scores, tokens = largest(logits, num_candidates)
     if top_p is not None and top_p < 1:
+        # The probabilities after `top_k` add up to 1, as in transformers, where each
+        # processor sees the logits that the one before it left.
         probabilities = jax.nn.softmax(scores, axis=-1)
+        # Without a token's own probability, so the first one always stays.
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         scores = jnp.where(before < top_p, scores, -jnp.inf)
     return scores, tokens

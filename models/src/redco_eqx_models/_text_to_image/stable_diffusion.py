@@ -56,10 +56,8 @@ class StableDiffusion(eqx.Module):
         unet = self.unet.config
         vae = self.vae.config
         wanted = unet.cross_attention_dim
-        if any(
-            size != text.hidden_size
-            for size in (wanted if isinstance(wanted, tuple) else (wanted,))
-        ):
+        sizes = wanted if isinstance(wanted, tuple) else (wanted,)
+        if any(size != text.hidden_size for size in sizes):
             raise ValueError(
                 f"StableDiffusion: unet.cross_attention_dim={wanted}, but "
                 f"text_encoder.hidden_size={text.hidden_size}, but the two must be "
@@ -78,13 +76,14 @@ class StableDiffusion(eqx.Module):
     ) -> Float[Array, "b latent h w"]:
         """Draw latents for the unet from the autoencoder's distribution for images of
         -1 to 1."""
-        mean, log_variance = self.vae.encode(
-            images.astype(self.vae.encoder.conv_in.weight.dtype)
-        )
+        dtype = self.vae.encoder.conv_in.weight.dtype
+        mean, log_variance = self.vae.encode(images.astype(dtype))
+        # Kingma and Welling 2014, section 2.4. Half of the logarithm of the variance is
+        # that of the standard deviation.
         noise = jax.random.normal(key, mean.shape, mean.dtype)
-        return self.vae.config.scaling_factor * (
-            mean + jnp.exp(0.5 * log_variance) * noise
-        )
+        latents = mean + jnp.exp(0.5 * log_variance) * noise
+        # Rombach et al. 2022 scale latents to about unit variance.
+        return self.vae.config.scaling_factor * latents
 
     def decode(
         self, latents: Float[Array, "b latent h w"]
@@ -139,9 +138,9 @@ def noise_losses(
     )
     noise = jax.random.normal(noise_key, latents.shape, latents.dtype)
     texts = model.text_encoder(input_ids, key=text_key)
-    found = model.unet(
-        scheduler.add_noise(latents, noise, timesteps), timesteps, texts, key=unet_key
-    )
+    noisy = scheduler.add_noise(latents, noise, timesteps)
+    # Ho et al. 2020, equation 14, for a scheduler that predicts the noise.
+    found = model.unet(noisy, timesteps, texts, key=unet_key)
     error = (found - scheduler.target(latents, noise, timesteps)).astype(jnp.float32)
     return jnp.mean(jnp.square(error), axis=(1, 2, 3))
 
@@ -209,11 +208,9 @@ def sample_images(
             f"input_ids {input_ids.shape}."
         )
     if key is None and (latents is None or model.scheduler.is_random):
-        why = (
-            "latents are not given"
-            if latents is None
-            else f"{type(model.scheduler).__name__} draws noise"
-        )
+        why = "latents are not given"
+        if latents is not None:
+            why = f"{type(model.scheduler).__name__} draws noise"
         raise ValueError(f"sample_images: {why}, and there is no key.")
     first = (len(input_ids), model.unet.config.in_channels)
     if latents is not None and latents.shape[:2] != first:
@@ -221,9 +218,11 @@ def sample_images(
             f"sample_images: latents has shape {latents.shape}, but it must begin with "
             f"{first}: a row for each text, of so many channels."
         )
+    # The next two calls raise errors, which inside of a jitted function would come
+    # after the tracing of the text encoder.
     if latents is None:
-        _latent_shape(model, len(input_ids))  # raises for an unknown one
-    model.scheduler.steps(num_steps)  # raises for a number that it cannot take
+        _latent_shape(model, len(input_ids))
+    model.scheduler.steps(num_steps)
     return _sample(
         model,
         input_ids,
@@ -256,7 +255,9 @@ def _sample(
     key: Key | None,
 ) -> Float[Array, "b c height width"]:
     num_images = len(input_ids)
-    first_key, way_key = (None, None) if key is None else jax.random.split(key)
+    first_key = way_key = None
+    if key is not None:
+        first_key, way_key = jax.random.split(key)
     if latents is None:
         assert first_key is not None
         latents = jax.random.normal(first_key, _latent_shape(model, num_images))
@@ -278,9 +279,9 @@ def _sample(
             jnp.full(2 * num_images, timestep),
             texts,
         )
-        away, towards = rearrange(found, "(b n) ... -> n b ...", n=2).astype(
-            sample.dtype
-        )
+        found = rearrange(found, "(b n) ... -> n b ...", n=2).astype(sample.dtype)
+        away, towards = found
+        # Ho and Salimans 2022, equation 6, whose w is `scale - 1`.
         return away + scale.astype(sample.dtype) * (towards - away)
 
     latents = denoise(
