@@ -1,9 +1,9 @@
 """Steps with activations laid out by `split_activations`, compared with the same steps
 without: a table.
 
-    python benchmarks/activations.py [WORDS OF A ROW ...] python
-    benchmarks/activations.py --target v5e:2x4 # by the compiler of a TPU slice that is
-    not there
+    python benchmarks/activations.py [WORDS OF A ROW ...]
+    # Use the compiler of a TPU slice that is not there:
+    python benchmarks/activations.py --target v5e:2x4
 
 Each row compiles two steps of AdamW for eight devices; nothing is run. MB are those
 that a device sends by the ring algorithm: in the step without, and in the step with

@@ -1,10 +1,11 @@
 """The library on an accelerator, compared with torch and a step written by hand in JAX,
 by one command.
 
-    python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500] python
-    benchmarks/gpu.py --small # everything at a tiny size, on the CPU python
-    benchmarks/gpu.py --compile h200:1 llama paper # steps compiled for a GPU that is
-    not present
+    python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500]
+    # Run everything at a tiny size, on the CPU:
+    python benchmarks/gpu.py --small
+    # Compile steps for a GPU that is not present:
+    python benchmarks/gpu.py --compile h200:1 llama paper
 
 Parts: `llama` (7B at 4096 tokens), `paper` (the sizes of the paper's Figure 3), `fit`,
 `saving`, `generation`, `loading` (the work around a step), `tests`. Each row

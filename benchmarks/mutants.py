@@ -1,10 +1,12 @@
 """The detecting power of the tests: faults are put into the core one at a time, and the
 tests detect some.
 
-    python benchmarks/mutants.py sample draw the mutants, into mutants.json python
-    benchmarks/mutants.py measure record the lines and the time of each test (once per
-    code) python benchmarks/mutants.py run run each mutant against the tests of its
-    subpackage; prints a table
+    # Draw the mutants, into mutants.json:
+    python benchmarks/mutants.py sample
+    # Record the lines and the time of each test, once per code:
+    python benchmarks/mutants.py measure
+    # Run each mutant against the tests of its subpackage, and print a table:
+    python benchmarks/mutants.py run
 
 You may stop `run` and start it again: it goes on where it was. `measure` forgets the
 fates of the mutants.

@@ -1,8 +1,8 @@
 """One training step of this library, compared with those of similar libraries, each in
 a separate environment.
 
-    python -m nox -s peers python benchmarks/peers.py of_redco=/path/to/its/python
-    of_scalax=... of_parallax=... ours=...
+    python -m nox -s peers
+    python benchmarks/peers.py of_redco=/its/python of_scalax=... ours=...
 
 All have the same architecture, sizes, batch, optimizer and mesh (`peer/comparison.py`).
 The table has MiB of collective results and bytes sent by the ring algorithm, read from

@@ -81,9 +81,9 @@ def save_stall(
                 state, _ = compiled(state, batch)
             jax.block_until_ready(state)
             times[saves].append(time.perf_counter() - begun)
-    without, with_save = (
-        statistics.median(times[saves][1:]) for saves in (False, True)
-    )
+    # The first of each warms up.
+    without = statistics.median(times[False][1:])
+    with_save = statistics.median(times[True][1:])
     return {
         "seconds": statistics.median(blocked[1:]),
         "added_seconds": with_save - without,
@@ -202,7 +202,8 @@ def loading_by_transformers(
         del model
         begun = time.perf_counter()
         loaded = kind.from_pretrained(directory, dtype=torch.bfloat16).to(device)
-        next(loaded.parameters()).sum().item()  # is waited for
+        # `item` waits for the device.
+        next(loaded.parameters()).sum().item()
         return {
             "seconds": time.perf_counter() - begun,
             "writing_seconds": written,

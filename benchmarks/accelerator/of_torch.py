@@ -27,8 +27,9 @@ def load(setting: Setting, config: Any, *, is_small: bool) -> tuple[Any, str]:
     ):
         raise ImportError("flash-attn is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # What JAX does by default.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    # JAX multiplies in TF32 by default, and torch only if it may.
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
     entries = config.to_json()
     given = transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)
     dtype = torch.bfloat16 if setting.precision == "bfloat16" else torch.float32
@@ -43,7 +44,7 @@ def load(setting: Setting, config: Any, *, is_small: bool) -> tuple[Any, str]:
 def measured(
     setting: Setting, config: Any, *, rounds: int, num_steps: int, is_small: bool
 ) -> dict[str, Any]:
-    """Seconds of a step, as `program.measured`; AdamW fused where there is a GPU."""
+    """Seconds of a step, as in `program.measured`; AdamW is fused on a GPU."""
     import torch  # pyright: ignore[reportMissingImports] (of the group parity)
 
     model, device = load(setting, config, is_small=is_small)
@@ -52,19 +53,18 @@ def measured(
     model.train()
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    run = torch.compile(model) if setting.library == "torch.compile" else model
+    run = model
+    if setting.library == "torch.compile":
+        run = torch.compile(model)
     tokens = torch.randint(0, 256, (setting.batch, setting.length), device=device)
 
-    def wide() -> Any:
-        is_mixed = setting.precision == "mixed"
-        return (
-            torch.autocast(device, torch.bfloat16)
-            if is_mixed
-            else contextlib.nullcontext()
-        )
+    def precision() -> Any:
+        if setting.precision == "mixed":
+            return torch.autocast(device, torch.bfloat16)
+        return contextlib.nullcontext()
 
     def step() -> Any:
-        with wide():
+        with precision():
             loss = run(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -72,22 +72,27 @@ def measured(
         return loss
 
     begun = time.perf_counter()
-    losses, times = [float(step())], []
+    losses = [float(step())]
     compile_seconds = time.perf_counter() - begun
+    times = []
     for _ in range(rounds + 1):
         begun = time.perf_counter()
         loss: Any = None
         for _ in range(num_steps):
             loss = step()
-        losses.append(float(loss))  # is waited for
+        # `float` waits for the device.
+        losses.append(float(loss))
         times.append((time.perf_counter() - begun) / num_steps)
+    # The first round warms up.
     seconds = times[1:]
-    has_peak = device == "cuda"
+    peak = None
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
     return {
         "seconds": statistics.median(seconds),
         "spread": max(seconds) / min(seconds) - 1,
         "compile_seconds": compile_seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if has_peak else None,
+        "peak_gib": peak,
         "losses": [losses[0], losses[-1]],
         "num_parameters": sum(x.numel() for x in model.parameters()),
     }

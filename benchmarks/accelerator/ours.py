@@ -16,16 +16,23 @@ from .settings import FAMILIES, Setting
 
 
 def make_model(setting: Setting, config: Any, *, key: Any) -> Any:
+    """The model of a setting, with parameters in its precision."""
     attention = None if setting.attention == "auto" else setting.attention
     model = FAMILIES[config.model_type](
         config, stacked=True, remat=setting.remat, attention=attention, key=key
     )
-    return rx.cast(model, jnp.bfloat16) if setting.precision == "bfloat16" else model
+    if setting.precision == "bfloat16":
+        model = rx.cast(model, jnp.bfloat16)
+    return model
 
 
 def make_loss(setting: Setting) -> Any:
+    """The loss of the next tokens."""
+
     def loss_fn(model: Any, tokens: Any, key: Any) -> rx.Mean:
-        model = rx.cast(model, jnp.bfloat16) if setting.precision == "mixed" else model
+        if setting.precision == "mixed":
+            # Inside the loss, so that the parameters and their gradients are float32.
+            model = rx.cast(model, jnp.bfloat16)
         hidden, _ = model.hidden_states(tokens[:, :-1])
         return rx.layers.cross_entropy(
             hidden, model.head, tokens[:, 1:], num_chunks=setting.chunks
@@ -35,20 +42,17 @@ def make_loss(setting: Setting) -> Any:
 
 
 def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
-    make, optimizer = (
-        functools.partial(make_model, setting, config),
-        optax.adamw(LEARNING_RATE),
-    )
+    """The step of a setting, and its arguments."""
+    make = functools.partial(make_model, setting, config)
+    optimizer = optax.adamw(LEARNING_RATE)
     key = jax.random.key(0)
     abstract = eqx.filter_eval_shape(lambda key: make(key=key), key)
     shardings = rx.shard_rules(abstract, mesh)
 
     def lay(x: Any, sharding: NamedSharding | None) -> Any:
-        return (
-            x
-            if sharding is None
-            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        )
+        if sharding is None:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def make_state() -> rx.TrainState:
         model = rx.init_model(lambda key: make(key=key), mesh, key=key)

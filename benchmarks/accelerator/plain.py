@@ -17,10 +17,8 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
     dtype = jnp.bfloat16 if setting.precision == "bfloat16" else jnp.float32
     optimizer = optax.adamw(LEARNING_RATE)
     whole = NamedSharding(mesh, PartitionSpec())
-    is_half, is_gpu = (
-        setting.precision != "float32",
-        mesh.devices.flat[0].platform == "gpu",
-    )
+    is_half = setting.precision != "float32"
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
     implementation = "cudnn" if is_half and is_gpu else "xla"
     if setting.attention != "auto":
         implementation = setting.attention
@@ -64,11 +62,9 @@ def make_loss(setting: Setting, config: Any, implementation: Any) -> Any:
         def layer(x: Any, own: Any) -> tuple[Any, None]:
             return _layer(own, x, config, angles, implementation), None
 
-        layer = (
-            jax.checkpoint(layer, prevent_cse=False)
-            if setting.remat == "full"
-            else layer
-        )
+        if setting.remat == "full":
+            # Inside a scan, the compiler cannot merge the two passes anyway.
+            layer = jax.checkpoint(layer, prevent_cse=False)
         x, _ = jax.lax.scan(layer, x, params["layers"])
         logits = (_norm(x, params["norm"], config) @ params["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(
@@ -79,11 +75,9 @@ def make_loss(setting: Setting, config: Any, implementation: Any) -> Any:
 
 
 def _init(config: Any, key: Any) -> Any:
-    size, inner, num = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-    )
+    size = config.hidden_size
+    inner = config.intermediate_size
+    num = config.num_hidden_layers
     shapes = {
         **dict.fromkeys(("q", "k", "v", "o"), (num, size, size)),
         **dict.fromkeys(("gate", "up"), (num, size, inner)),
@@ -118,26 +112,27 @@ def _layer(own: Any, x: Any, config: Any, angles: Any, implementation: Any) -> A
     )
     x = x + heads.reshape(x.shape) @ own["o"]
     given = _norm(x, own["before_mlp"], config)
-    return x + (jax.nn.silu(given @ own["gate"]) * (given @ own["up"])) @ own["down"]
+    hidden = jax.nn.silu(given @ own["gate"]) * (given @ own["up"])
+    return x + hidden @ own["down"]
 
 
 def _norm(x: Any, weight: Any, config: Any) -> Any:
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(
-        jnp.mean(wide**2, axis=-1, keepdims=True) + config.rms_norm_eps
-    )
+    mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(mean_square + config.rms_norm_eps)
     return (wide * scale).astype(x.dtype) * weight
 
 
 def _angles(length: int, size: int) -> Any:
     frequencies = 10000.0 ** (-np.arange(0, size, 2) / size)
-    return np.outer(
-        np.arange(length), np.concatenate([frequencies, frequencies])
-    ).astype(np.float32)
+    # The two features of a pair are in different halves of a head, as in LLaMA's files.
+    of_features = np.concatenate([frequencies, frequencies])
+    return np.outer(np.arange(length), of_features).astype(np.float32)
 
 
 def _turn(x: Any, angles: Any) -> Any:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     across = jnp.concatenate([-second, first], axis=-1)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
     return (x.astype(jnp.float32) * cos + across * sin).astype(x.dtype)

@@ -60,23 +60,25 @@ def _read(compiled: Any) -> dict[str, Any]:
 def measured(program: Program, *, rounds: int, num_steps: int) -> dict[str, Any]:
     """Seconds of a step: the median of `rounds`, each of `num_steps` steps, which are
     waited for at its end."""
-    vocabulary = (
-        np.random.default_rng(0).integers(0, 256, program.batch.shape).astype(np.int32)
-    )
-    batch = jax.device_put(vocabulary, program.batch.sharding)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 256, program.batch.shape).astype(np.int32)
+    batch = jax.device_put(tokens, program.batch.sharding)
     state = program.make_state()
     begun = time.perf_counter()
     compiled = program.step.lower(state, batch).compile()
     compile_seconds = time.perf_counter() - begun
-    losses, times = [], []
+    losses = []
+    times = []
     for _ in range(rounds + 1):
         begun = time.perf_counter()
         metrics: Any = None
         for _ in range(num_steps):
             state, metrics = compiled(state, batch)
-        losses.append(float(program.loss_of(metrics)))  # is waited for
+        # `float` waits for the device.
+        losses.append(float(program.loss_of(metrics)))
         times.append((time.perf_counter() - begun) / num_steps)
-    seconds = times[1:]  # the first warms up
+    # The first round warms up.
+    seconds = times[1:]
     return {
         **_read(compiled),
         "num_parameters": program.num_parameters,
@@ -91,4 +93,6 @@ def measured(program: Program, *, rounds: int, num_steps: int) -> dict[str, Any]
 def peak_gib() -> float | None:
     """The most that the device has had in use, if it says so."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats["peak_bytes_in_use"] / GIB if "peak_bytes_in_use" in stats else None
+    if "peak_bytes_in_use" not in stats:
+        return None
+    return stats["peak_bytes_in_use"] / GIB

@@ -25,7 +25,8 @@ FOLDERS = (
 )
 """Whose tests have something to say on one device. Others are of meshes, processes,
 compilers and documents."""
-FAMILIES, PARITY = ("models/tests",), ("tests/parity", "models/tests/parity")
+FAMILIES = ("models/tests",)
+PARITY = ("tests/parity", "models/tests/parity")
 SOME = ("models/tests/test_attention.py",)
 """For a small run."""
 
@@ -35,50 +36,27 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
     `every_test.py`. Tolerances are made for products in float32 (`highest`), not for
     those in TF32. What fails with `JAX_PLATFORMS=cpu` and `TESTS_ON=device` too fails
     for want of devices."""
-    folders = [f"tests/{folder}" for folder in FOLDERS]
-    paths = (
-        SOME
-        if is_small
-        else PARITY
-        if setting.model == "parity"
-        else (*folders, *FAMILIES)
-    )
-    precision = "highest" if setting.precision == "highest" else "tensorfloat32"
-    # Tests start processes of their own, which share the device's memory.
-    variables = {
-        "TESTS_ON": "device",
-        "JAX_DEFAULT_MATMUL_PRECISION": precision,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        # Runs that are equal to the bit.
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
-        + " --xla_gpu_deterministic_ops=true",
-    }
     if is_small:
-        variables["JAX_PLATFORMS"] = "cpu"
+        paths = SOME
+    elif setting.model == "parity":
+        paths = PARITY
+    else:
+        paths = (*(f"tests/{folder}" for folder in FOLDERS), *FAMILIES)
+    num_workers = min(os.cpu_count() or 1, 14)
+    options = ["-q", "--continue-on-collection-errors", "--tb=no", "-rfE"]
+    options += ["-n", str(num_workers)]
     begun = time.perf_counter()
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--continue-on-collection-errors",
-            "--tb=no",
-            "-rfE",
-            "-n",
-            str(min(os.cpu_count() or 1, 14)),
-            *paths,
-        ],
+        [sys.executable, "-m", "pytest", *options, *paths],
         cwd=REPOSITORY,
-        env={**os.environ, **variables},
+        env={**os.environ, **_variables(setting, is_small=is_small)},
         capture_output=True,
         text=True,
         check=False,
     )
     lines = done.stdout.splitlines()
-    counts = re.findall(
-        r"(\d+) (passed|failed|skipped|error)s?", lines[-1] if lines else ""
-    )
+    last_line = lines[-1] if lines else ""
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)s?", last_line)
     if not counts:
         last = (done.stderr.splitlines() or ["?"])[-1]
         return {"error": f"pytest ended with {done.returncode}: {last}"[:200]}
@@ -93,3 +71,20 @@ def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
         "failures": failures,
         "jax": importlib.metadata.version("jax"),
     }
+
+
+def _variables(setting: Setting, *, is_small: bool) -> dict[str, str]:
+    """The variables of the environment in which the tests run."""
+    precision = "highest" if setting.precision == "highest" else "tensorfloat32"
+    given_flags = os.environ.get("XLA_FLAGS", "")
+    variables = {
+        "TESTS_ON": "device",
+        "JAX_DEFAULT_MATMUL_PRECISION": precision,
+        # Tests start processes of their own, which share the device's memory.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # Some tests compare runs bit for bit.
+        "XLA_FLAGS": f"{given_flags} --xla_gpu_deterministic_ops=true",
+    }
+    if is_small:
+        variables["JAX_PLATFORMS"] = "cpu"
+    return variables

@@ -30,17 +30,18 @@ class Row:
 
     @property
     def config(self) -> Any:
-        return (SMALL if self.is_small else MODELS)[self.setting.model]
+        """The configuration of the model."""
+        configs = SMALL if self.is_small else MODELS
+        return configs[self.setting.model]
 
     @property
     def amount(self) -> dict[str, int]:
         """How much is measured."""
         if self.is_small:
             return {"rounds": 1, "num_steps": 2}
-        return {
-            "rounds": 3,
-            "num_steps": 2 if self.setting.part in ("llama", "paper") else 5,
-        }
+        if self.setting.part in ("llama", "paper"):
+            return {"rounds": 3, "num_steps": 2}
+        return {"rounds": 3, "num_steps": 5}
 
 
 def main() -> None:
@@ -48,11 +49,8 @@ def main() -> None:
     row = Row(Setting(**given["setting"]), given["is_small"], given["target"])
     try:
         result = result_of(row)
-    except (
-        ImportError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # what a machine lacks is a result too
+    except (ImportError, ValueError, RuntimeError) as error:
+        # The lack of a device or of a package is a result too.
         line = next((line for line in str(error).splitlines() if line), "")
         result = {"error": f"{type(error).__name__}: {line}"[:200]}
     pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
@@ -61,9 +59,13 @@ def main() -> None:
 def result_of(row: Row) -> dict[str, Any]:
     if row.setting.part == "tests":
         return tests.run(row.setting, is_small=row.is_small)
-    is_jax = row.setting.library in ("redco_eqx", "plain JAX")
-    result = _of_jax(row) if is_jax else _of_torch(row)
-    return {**result, **_rates(row, result)} if "num_parameters" in result else result
+    if row.setting.library in ("redco_eqx", "plain JAX"):
+        result = _of_jax(row)
+    else:
+        result = _of_torch(row)
+    if "num_parameters" not in result:
+        return result
+    return {**result, **_rates(row, result)}
 
 
 def _of_jax(row: Row) -> dict[str, Any]:
@@ -76,12 +78,15 @@ def _of_jax(row: Row) -> dict[str, Any]:
     if row.target is not None or row.is_small:
         jax.config.update("jax_platforms", "cpu")
     if row.target is None:
-        device, options = jax.devices()[0], {}
+        device = jax.devices()[0]
+        options = {}
     else:
         target = find_target(row.target)
-        device, options = target.devices[0], target.compiler_options
+        device = target.devices[0]
+        options = target.compiler_options
     about = {"device": device.device_kind, "jax": jax.__version__}
-    setting, config = row.setting, row.config
+    setting = row.setting
+    config = row.config
     if setting.part in ("llama", "paper"):
         make = ours.program if setting.library == "redco_eqx" else plain.program
         program = make(setting, config, rx.make_mesh(devices=[device]))
@@ -93,10 +98,8 @@ def _of_jax(row: Row) -> dict[str, Any]:
     if setting.part == "loading":
         return {**around.loading(setting, config), **about}
     if setting.part == "generation":
-        return {
-            **around.generation(setting, config, rounds=row.amount["rounds"]),
-            **about,
-        }
+        found = around.generation(setting, config, rounds=row.amount["rounds"])
+        return {**found, **about}
     measure = {"fit": around.fit_overhead, "saving": around.save_stall}[setting.part]
     return {**measure(setting, config, **row.amount), **about}
 
@@ -113,44 +116,45 @@ def _of_torch(row: Row) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    setting = row.setting
     given: dict[str, Any] = {"is_small": row.is_small}
-    if row.setting.part == "loading":
-        return {
-            **around.loading_by_transformers(row.setting, row.config, **given),
-            **about,
-        }
-    if row.setting.part == "generation":
+    if setting.part == "loading":
+        found = around.loading_by_transformers(setting, row.config, **given)
+    elif setting.part == "generation":
         given["rounds"] = row.amount["rounds"]
-        return {
-            **around.generation_by_transformers(row.setting, row.config, **given),
-            **about,
-        }
-    return {
-        **of_torch.measured(row.setting, row.config, **row.amount, **given),
-        **about,
-    }
+        found = around.generation_by_transformers(setting, row.config, **given)
+    else:
+        found = of_torch.measured(setting, row.config, **row.amount, **given)
+    return {**found, **about}
 
 
 def _rates(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second, and which part that is of what the chip can do (MFU): of its
     products in bfloat16, or of half as many in TF32 for `float32`. Also without the
     table of embeddings, which takes no products."""
-    setting, config = row.setting, row.config
+    setting = row.setting
+    config = row.config
     rate = setting.batch * setting.length / result["seconds"]
     chip = next((x for x in GPUS.values() if x.name == result["device"]), None)
     if chip is None:
         return {"tokens_per_second": rate}
-    able = chip.flops / (2 if setting.precision == "float32" else 1)
-    num, table = (
-        result["num_parameters"],
-        config.vocab_size * config.entry("hidden_size"),
-    )
-    # A head that is the table has its products.
-    others = num if config.tie_word_embeddings else num - table
-    of_all, of_others = (
-        rate * flops_per_token(n, config, setting.length) / able for n in (num, others)
-    )
-    return {"tokens_per_second": rate, "mfu": of_all, "mfu_without_table": of_others}
+    peak = chip.flops
+    if setting.precision == "float32":
+        peak = peak / 2
+
+    def mfu(num_parameters: int) -> float:
+        return rate * flops_per_token(num_parameters, config, setting.length) / peak
+
+    num_parameters = result["num_parameters"]
+    num_without_table = num_parameters
+    if not config.tie_word_embeddings:
+        # A table that is also the head takes the products of the head.
+        num_without_table -= config.vocab_size * config.entry("hidden_size")
+    return {
+        "tokens_per_second": rate,
+        "mfu": mfu(num_parameters),
+        "mfu_without_table": mfu(num_without_table),
+    }
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@ installed."""
 
 import compilers
 
-FOR_TPUS, FOR_GPUS = ["test_tpu_of_families.py", "test_plans.py"], ["test_gpu.py"]
-collect_ignore = [
-    *([] if compilers.HAS_TPU else FOR_TPUS),
-    *([] if compilers.HAS_GPU else FOR_GPUS),
-]
+FOR_TPUS = ["test_tpu_of_families.py", "test_plans.py"]
+FOR_GPUS = ["test_gpu.py"]
+
+# pytest reads this name.
+collect_ignore: list[str] = []
+if not compilers.HAS_TPU:
+    collect_ignore += FOR_TPUS
+if not compilers.HAS_GPU:
+    collect_ignore += FOR_GPUS
 compilers.use_cpu()

@@ -120,6 +120,7 @@ def test_a_plan_takes_less_where_scores_are_not_kept() -> None:
         }
         return rx.plan(make, target="h100:1", progress=False, **common)
 
-    found, other = plan(None), plan("xla")
+    found = plan(None)
+    other = plan("xla")
     assert found.best.flops == other.best.flops
     assert found.memory.arguments < found.memory.peak < other.memory.peak

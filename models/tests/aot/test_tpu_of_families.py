@@ -76,7 +76,7 @@ def test_fsdp_and_tensor_add_up():
     assert {c.kind for c in over(found, "tensor")} == {"all-reduce"}
 
 
-def test_a_stack_is_born_in_shards():
+def test_a_stack_is_created_in_shards():
     # OPT-66B on 64 chips: of its largest array, 81 GiB, a chip makes 1.3 GiB, in place.
     config = models.OPTConfig(
         vocab_size=50272,
@@ -86,22 +86,18 @@ def test_a_stack_is_born_in_shards():
         num_attention_heads=72,
     )
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
-    path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)
+    path = "model.decoder.layers.fc1.weight"
+    key = jax.random.key(0)
     make: Any = partial(models.OPTForCausalLM, config, stacked=True)
     closed, arrays, static = sharded_init.trace_arrays(lambda key: make(key=key), key)
-    sharding = dict(
-        leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh))
-    )[path]
+    shardings = rx.shard_rules(eqx.combine(arrays, static), mesh)
+    sharding = dict(leaves_with_paths(shardings))[path]
     initializers, values = sharded_init.initializers_of(closed, key)
-    initializer = initializers[
-        [name for name, _ in leaves_with_paths(arrays)].index(path)
-    ]
+    paths = [name for name, _ in leaves_with_paths(arrays)]
+    initializer = initializers[paths.index(path)]
     run: Any = sharded_init.compiled(initializer, sharding)
-    memory = (
-        run.lower(*[values[var] for var in initializer.program.invars])
-        .compile()
-        .memory_analysis()
-    )
+    inputs = [values[var] for var in initializer.program.invars]
+    memory = run.lower(*inputs).compile().memory_analysis()
     whole = 64 * 36864 * 9216 * 4
     assert initializer.way == "spread"
     assert memory.output_size_in_bytes <= 1.01 * whole / 64
