@@ -112,19 +112,32 @@ def share_of_devices(local_process: int) -> tuple[int, ...] | None:
     there are more devices than tasks, and names a missing device if the launcher shows
     each task only some of the devices.
     """
-    read = os.environ.get
-    num_nodes = read("SLURM_STEP_NUM_NODES", "1")
-    num_tasks = read("SLURM_STEP_NUM_TASKS")
-    here = read("OMPI_COMM_WORLD_LOCAL_SIZE") or (
-        num_tasks and -(-int(num_tasks) // int(num_nodes))
-    )
-    visible = read("CUDA_VISIBLE_DEVICES") or read("ROCR_VISIBLE_DEVICES")
-    if here is None:
+    num_here = _num_processes_here()
+    if num_here is None:
         return (local_process,)
-    each = (len(visible.split(",")) if visible else int(here)) // int(here)
-    if int(here) == 1 or each == 0:
+    environment = os.environ
+    visible = environment.get("CUDA_VISIBLE_DEVICES") or environment.get(
+        "ROCR_VISIBLE_DEVICES"
+    )
+    # Without a list, one device for each process.
+    num_devices = len(visible.split(",")) if visible else num_here
+    each = num_devices // num_here
+    if num_here == 1 or each == 0:
         return None
     return tuple(range(local_process * each, (local_process + 1) * each))
+
+
+def _num_processes_here() -> int | None:
+    """Return the number of processes on this node, or `None` if no launcher says it."""
+    of_open_mpi = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if of_open_mpi:
+        return int(of_open_mpi)
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    if num_tasks is None:
+        return None
+    num_nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    # Rounded up, because a node may have one task more than another.
+    return -(-int(num_tasks) // num_nodes)
 
 
 def _variable(name: str) -> str:
@@ -135,9 +148,9 @@ def _read(
     name: str, argument: Any, parse: Callable[[Any], T], expected: str
 ) -> T | None:
     """Return an argument, or else the value of the environment variable for it."""
-    value = (
-        os.environ.get(_variable(name), "").strip() if argument is None else argument
-    )
+    value = argument
+    if value is None:
+        value = os.environ.get(_variable(name), "").strip()
     try:
         return None if value == "" else parse(value)
     except (TypeError, ValueError):
@@ -148,10 +161,8 @@ def _read(
 def _numbers(value: int | str | Sequence[int]) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
-    return tuple(
-        int(number)
-        for number in (value.split(",") if isinstance(value, str) else value)
-    )
+    numbers = value.split(",") if isinstance(value, str) else value
+    return tuple(map(int, numbers))
 
 
 def _refuse_batch_script() -> None:

@@ -39,6 +39,7 @@ def from_all(value: T) -> list[T]:
     _meet(
         tuple(range(jax.process_count())), "a decision of all processes", {}, wait=True
     )
+    # A gather needs arrays, of one shape on all processes.
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
     padded = np.pad(text, (0, int(sizes.max()) - len(text)))
@@ -54,9 +55,11 @@ def from_first(make: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return make()
-    text = together(
-        lambda: "" if jax.process_index() else json.dumps(make()), Exception
-    )
+
+    def on_first() -> str:
+        return json.dumps(make()) if jax.process_index() == 0 else ""
+
+    text = together(on_first, Exception)
     return json.loads(from_all(text)[0])
 
 
@@ -72,16 +75,16 @@ def together(load: Callable[[], T], failure: type[Exception]) -> T:
         result = load()
     except failure as error:
         problem = error
-    reasons = from_all(
-        None if problem is None else f"{type(problem).__name__}: {problem}"
-    )
+    own_reason = None
+    if problem is not None:
+        own_reason = f"{type(problem).__name__}: {problem}"
+    reasons = from_all(own_reason)
     if problem is not None:
         raise problem
+    kind = RuntimeError if failure is Exception else failure
     for process, reason in enumerate(reasons):
         if reason is not None:
-            raise (RuntimeError if failure is Exception else failure)(
-                f"on process {process}: {reason}"
-            )
+            raise kind(f"on process {process}: {reason}")
     return cast(T, result)
 
 
@@ -111,6 +114,7 @@ class Vote:
         if jax.process_count() == 1:
             return numbers
         self._behind.append(self._greatest(_placed(self._mesh, numbers), axis=0))
+        # The devices have computed an older answer by now, so reading it does not wait.
         if len(self._behind) <= self.NUM_BEHIND:
             return None
         return tuple(np.asarray(self._behind.popleft()).tolist())
@@ -203,14 +207,18 @@ def _meet(
     client.key_value_set(keys[-1], json.dumps([subject, facts, where]))
     if len(keys) > _NUM_KEPT:
         client.key_value_delete(keys.popleft())
-    awaited = {*processes} if me == first else {first}
+    # The first process compares all, and each of the others only with the first one.
+    awaited = {first}
+    directory = f"{place}/{first}"
+    if me == first:
+        awaited = {*processes}
+        directory = place
     pause = 0.001
+    # With more processes, each asks less often, because one service answers all.
     longest = 0.02 + jax.process_count() / 1000
     with meeting(sorted(awaited)) as waiting:
         while True:
-            found = client.key_value_dir_get(
-                place if me == first else f"{place}/{first}"
-            )
+            found = client.key_value_dir_get(directory)
             come = {int(path.split("/")[-2]): text for path, text in found}
             for process, text in come.items():
                 _compare((me, subject, facts, where), (process, *json.loads(text)))
@@ -254,9 +262,8 @@ class Duplicates:
         _duplicate_keys.append(own)
         while len(_duplicate_keys) > _NUM_DUPLICATES:
             client.key_value_delete(_duplicate_keys.popleft())
-        for path, text in client.key_value_dir_get(
-            place if me == first else f"{place}/{first}"
-        ):
+        directory = place if me == first else f"{place}/{first}"
+        for path, text in client.key_value_dir_get(directory):
             other = int(path.split("/")[-2])
             found = difference(facts, json.loads(text))
             if found:
@@ -279,9 +286,8 @@ def _name(processes: tuple[int, ...]) -> int:
 
 def _compare(*both: tuple[int, str, Facts, str]) -> None:
     # Keep the order of the processes, so that all of them report the same.
-    (one, here, this, first_place), (other, there, that, second_place) = sorted(
-        both, key=lambda x: x[0]
-    )
+    in_order = sorted(both, key=lambda x: x[0])
+    (one, here, this, first_place), (other, there, that, second_place) = in_order
     one = process_names()[one]
     other = process_names()[other]
     if here != there:
@@ -290,11 +296,11 @@ def _compare(*both: tuple[int, str, Facts, str]) -> None:
             "must make the same calls of the library, in the same order. The first is "
             f"at {first_place}; the second is at {second_place}."
         )
-    if found := difference(this, that):
-        name, mine, theirs = found
-        problem = f"{here}: {name} is {mine} on {one}, but {theirs} on {other}"
-    else:
+    found = difference(this, that)
+    if found is None:
         return
+    name, mine, theirs = found
+    problem = f"{here}: {name} is {mine} on {one}, but {theirs} on {other}"
     raise ValueError(
         f"{problem}. Each process must be given the same state, examples, functions "
         "and options, and collate rows to the same shape (pad text to a fixed length)."

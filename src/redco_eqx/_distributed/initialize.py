@@ -189,10 +189,9 @@ def check_addresses(members: Sequence[Member]) -> None:
     name resolves. With a line such as `127.0.1.1 myhost`, which Debian writes, the
     others would wait for themselves.
     """
+    hosts = {member.host for member in members}
     for member in members:
-        if member.address.startswith("127.") and {x.host for x in members} != {
-            member.host
-        }:
+        if member.address.startswith("127.") and hosts != {member.host}:
             raise RuntimeError(
                 f"initialize_distributed: {member.name}: the name of this host "
                 f"resolves to {member.address}, where other hosts cannot reach it, so "
@@ -361,10 +360,9 @@ class _Message:
         if not piece:
             raise EOFError("the connection was closed")
         self._received += piece
-        if (
-            len(self._received) < _HEADER.size
-            or len(self._received) < self._length + _HEADER.size
-        ):
+        if len(self._received) < _HEADER.size:
+            return None
+        if len(self._received) < self._length + _HEADER.size:
             return None
         return bytes(self._received[_HEADER.size :])
 
@@ -395,10 +393,11 @@ def _connection(connected: socket.socket) -> Connection:
     """Turn a socket into a connection that raises `OSError` if the other side is stuck
     for a few seconds."""
     connected.settimeout(None)
+    # The kernel keeps these limits. Those of `settimeout` belong to the object of
+    # Python, which a connection does not have. The format is that of a `timeval`.
+    limit = struct.pack("ll", _ANSWER_SECONDS, 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(
-            socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0)
-        )
+        connected.setsockopt(socket.SOL_SOCKET, option, limit)
     # Some firewalls drop idle connections.
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # not on macOS

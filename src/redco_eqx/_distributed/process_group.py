@@ -44,11 +44,9 @@ _group: "ProcessGroup | None" = None
 def process_names() -> Sequence[str]:
     """Return a name for each process: its number, host and pid, or only its number if
     another function joined the processes."""
-    return (
-        [f"process {i}" for i in range(jax.process_count())]
-        if _group is None
-        else _group.names
-    )
+    if _group is not None:
+        return _group.names
+    return [f"process {i}" for i in range(jax.process_count())]
 
 
 def end_process(reason: str) -> NoReturn:
@@ -113,7 +111,8 @@ class ProcessGroup:
         self._statuses: dict[int, Status] = {}  # of the other processes, on process 0
         self._next_look = 0.0
         self._look_until = 0.0
-        self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._leave_to_parent)
         with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -152,10 +151,8 @@ class ProcessGroup:
                 # This starts a thread in C, because a full pipe, a dead network or a
                 # stuck file may block the other thread. Process 0 ends last, because
                 # JAX aborts the remaining processes without it.
-                left = (
-                    self.leave_seconds
-                    + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
-                )
+                num_flushes = 2 if self.process == 0 else 1
+                left = self.leave_seconds + num_flushes * _FLUSH_SECONDS
                 faulthandler.dump_traceback_later(
                     left, exit=True, file=os.open(os.devnull, os.O_WRONLY)
                 )
@@ -173,10 +170,9 @@ class ProcessGroup:
         for connection in self.connections.values():
             connection.close()
 
-    # The type, the exception, the traceback.
-    def _on_exception(self, *exception: Any) -> None:
-        self._previous_hook(*exception)
-        self._fail_with(exception[1])
+    def _on_exception(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        self._previous_hook(kind, error, traceback)
+        self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
         # Do nothing at the prompt, where the session continues, or in a forked child.

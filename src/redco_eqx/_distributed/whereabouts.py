@@ -27,7 +27,7 @@ from redco_eqx._distributed.cluster import has_devices
 
 SLOW_SECONDS = 10.0
 """A wait that takes longer is reported."""
-# That a pair of processes must be seen to be stuck.
+# The time for which a pair of processes must be seen to be stuck.
 _ENDED_SECONDS = 3.0
 _CROSSED_SECONDS = 10.0
 _REPEAT_SECONDS = 600.0
@@ -161,9 +161,9 @@ def place_of(frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     if inner:
         return f"{inner} ({where})", outer
-    return (
-        f"{where}, called by {outer}" if outer else where or "an unknown place"
-    ), outer
+    if outer:
+        return f"{where}, called by {outer}", outer
+    return where or "an unknown place", outer
 
 
 def _is_of_a_library(file: str) -> bool:
@@ -201,16 +201,24 @@ class Judge:
         for other, that in statuses.items():
             # Look only at pairs that may be stuck, because there may be thousands of
             # processes.
-            for one in waiting if that.has_ended else {*that.absent} & {*waiting}:
+            candidates = waiting
+            if not that.has_ended:
+                candidates = {*that.absent} & {*waiting}
+            for one in candidates:
                 if one != other and _never_meets(statuses[one], other, that):
                     pairs.add((one, other))
         self._stuck = {pair: self._stuck.get(pair, now) for pair in pairs}
         for (one, other), since in sorted(self._stuck.items()):
             this = statuses[one]
             that = statuses[other]
-            if now - since >= (_ENDED_SECONDS if that.has_ended else _CROSSED_SECONDS):
-                what = f"has ended ({that.left})" if that.left else "has ended"
-                what = what if that.has_ended else f"waits for it in {that.where}"
+            limit = _ENDED_SECONDS if that.has_ended else _CROSSED_SECONDS
+            if now - since >= limit:
+                if not that.has_ended:
+                    what = f"waits for it in {that.where}"
+                elif that.left:
+                    what = f"has ended ({that.left})"
+                else:
+                    what = "has ended"
                 return (
                     f"{self._names[one]} waits in {this.where} for "
                     f"{self._names[other]}, which {what}. They can never meet. Each "
@@ -230,11 +238,10 @@ class Judge:
                 for i in this.absent or this.computing
                 if self._is_elsewhere(this, statuses.get(i))
             ]
-            key = (this.where, late[0] if late else -1)
-            if (
-                not late
-                or now - self._reported.get(key, -_REPEAT_SECONDS) < _REPEAT_SECONDS
-            ):
+            if not late:
+                continue
+            key = (this.where, late[0])
+            if now - self._reported.get(key, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
                 continue
             self._reported[key] = now
             last = statuses.get(late[0])
@@ -264,6 +271,5 @@ def _never_meets(this: Status, other: int, that: Status) -> bool:
     # Small computations on CPU run in the call that starts them, and have no arrays
     # until they end.
     is_left = that.has_ended and bool(that.left) and this.seconds >= 2 * _ENDED_SECONDS
-    return bool(this.call) and (
-        is_left or (other in this.computing and not that.computing)
-    )
+    computes_alone = other in this.computing and not that.computing
+    return bool(this.call) and (is_left or computes_alone)
