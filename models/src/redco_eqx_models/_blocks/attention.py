@@ -108,9 +108,10 @@ def attend(
         mask = jnp.ones((1, 1, query.shape[1], key.shape[1]), bool)
         if causal:
             mask = jnp.tril(mask)
-    if scale is None:
-        # Vaswani et al. 2017, equation 1.
-        scale = float(query.shape[-1]) ** -0.5
+    # Vaswani et al. 2017, equation 1.
+    factor: float = query.shape[-1] ** -0.5
+    if scale is not None:
+        factor = scale
     # transformers takes the softmax in float32 too. It rounds the scores to the dtype
     # of the query first. Here the product keeps them in float32.
     dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -120,7 +121,7 @@ def attend(
     query = rearrange(query, "b t (k g) d -> b t k g d", k=num_kv_heads)
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
     # The order is that of Gemma 2 in transformers: scale, cap, mask.
-    scores = capped(scores * scale, cap)
+    scores = capped(scores * factor, cap)
     if bias is not None:
         bias = rearrange(bias, "b (k g) t s -> b k g t s", k=num_kv_heads)
         scores = scores + bias.astype(dtype)
