@@ -1,8 +1,9 @@
 """The communication of a train step, read from the compiled program: nothing is run, no
 array is made.
 
-    python benchmarks/collectives.py python benchmarks/collectives.py fsdp [v5e:2x4] #
-    only table 4; for a TPU if its compiler is installed
+    python benchmarks/collectives.py
+    # only table 4; for a TPU if its compiler is installed
+    python benchmarks/collectives.py fsdp [v5e:2x4]
 
 1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2,
    GPT-J, OPT, T5 and BART, laid out by `shard_rules` on data 2 x tensor 4, compared
@@ -17,14 +18,12 @@ Sizes are those of results, in MiB per device and step, for one `train_step` wit
 in float32. With U the size of one activation [batch on a device, length, dim], the
 least of a Megatron layout is:
 
-    tensor axis 2 U a layer forward and 2 U backward (1 U and 1 U where attention and
-    MLP are side by side),
-                   1 U for the lookup in a split vocabulary, and backward 1 U for the
-                   head; with an encoder 3 U a layer of the decoder each way, 1 U for
-                   the encoder's lookup, and backward 1 U for the gradient of the
-                   encoder's output: keys and values of all cross-attentions read it, so
-                   their gradients are added before they are reduced
-    data axis the gradient of each parameter once: the bytes of a device's parameters
+- tensor axis: 2 U a layer forward and 2 U backward (1 U and 1 U where attention and MLP
+  are side by side), 1 U for the lookup in a split vocabulary, and backward 1 U for the
+  head. With an encoder, 3 U a layer of the decoder each way, 1 U for the encoder's
+  lookup, and backward 1 U for the gradient of the encoder's output: keys and values of
+  all cross-attentions read it, so their gradients are added before they are reduced.
+- data axis: the gradient of each parameter once: the bytes of a device's parameters.
 
 The reductions over a split vocabulary in the cross-entropy, [batch on a device, length]
 at most, and those of the gradient norm's scalars count as "small".

@@ -5,8 +5,8 @@ Each is small, or with `published` as large as its authors made it: ESM2 650M, E
 CLIP's ViT-B/32, ConvNeXt-T, Swin-T, ResNet-50, Mamba 130M, and the defaults of flowjax.
 GATv2 has no such size.
 
-    pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax
-    lineax gatv2-eqx
+    pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax \\
+        lineax gatv2-eqx
 
 A package that is not installed, or does not run with this JAX, is named and left out.
 """

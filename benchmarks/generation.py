@@ -1,8 +1,9 @@
 """The time that the cache saves in generation, and the compile time that stacked layers
 save.
 
-    python benchmarks/generation.py taskset -c 0 python benchmarks/generation.py
-    --transformers # which must be installed, with torch
+    python benchmarks/generation.py
+    # which must be installed, with torch
+    taskset -c 0 python benchmarks/generation.py --transformers
 
 1. Greedy `generate`, which keeps keys and values, over a loop that runs the model on
    the whole text again for each token. Both are compiled once, at static shapes, and

@@ -1,8 +1,8 @@
 """One long row over many devices: a LLaMA in plain Equinox, with and without
 `split_activations`.
 
-    python benchmarks/long_rows.py [--target v5p:2x2x2] [--layers 32] [--tokens 32768]
-    [--small]
+    python benchmarks/long_rows.py [--target v5p:2x2x2] [--layers 32] [--tokens \\
+        32768] [--small]
 
 It needs the compiler of the target, `python -m pip install "jax[tpu]"`, and no device.
 The model has the sizes of LLaMA-3 8B: layers in a `lax.scan`, each under

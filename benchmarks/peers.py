@@ -2,7 +2,8 @@
 a separate environment.
 
     python -m nox -s peers
-    python benchmarks/peers.py of_redco=/its/python of_scalax=... ours=...
+    python benchmarks/peers.py of_redco=/path/to/its/python of_scalax=... \\
+        of_parallax=... ours=...
 
 All have the same architecture, sizes, batch, optimizer and mesh (`peer/comparison.py`).
 The table has MiB of collective results and bytes sent by the ring algorithm, read from

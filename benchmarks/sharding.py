@@ -1,8 +1,8 @@
 """Automatic sharding of published models at their true sizes: the bytes predicted and
 compiled, and the memory.
 
-    python benchmarks/sharding.py [NAME ...] [--meshes 8 2x4] [--out sharding.jsonl]
-    [--limit 600]
+    python benchmarks/sharding.py [NAME ...] [--meshes 8 2x4] [--out sharding.jsonl] \\
+        [--limit 600]
 
 Each row is one step of AdamW in float32 on 16 x 128 tokens, compiled for eight virtual
 CPU devices, and for eight TPUs and GPUs where their compilers are installed

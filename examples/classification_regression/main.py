@@ -1,11 +1,13 @@
 """Classification of digits, and of docstrings by kind (module, class, function);
 regression on their length.
 
-    python examples/classification_regression/main.py # all three tasks python
-    examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
-    python examples/classification_regression/main.py --task classification --data
-    SST_DIRECTORY --text sentence python examples/classification_regression/main.py
-    --task regression --data STS_DIRECTORY \\
+    python examples/classification_regression/main.py  # all three tasks
+    python examples/classification_regression/main.py --task digits --data \\
+        MNIST_DIRECTORY
+    python examples/classification_regression/main.py --task classification --data \\
+        SST_DIRECTORY --text sentence
+    python examples/classification_regression/main.py --task regression --data \\
+        STS_DIRECTORY \\
         --text sentence1 sentence2 --label score
 
 A directory of text contains `train` and `dev` (or `validation`, or `test`), as .tsv,

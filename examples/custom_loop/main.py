@@ -1,7 +1,8 @@
 """`train_step` in your own loops, on handwritten digits.
 
-    python examples/custom_loop/main.py # a few minutes on two CPU cores, nothing to
-    download python examples/custom_loop/main.py --quick # to see that it works
+    # a few minutes on two CPU cores, nothing to download
+    python examples/custom_loop/main.py
+    python examples/custom_loop/main.py --quick    # to see that it works
 
 An epoch is one `lax.scan` under plain `jax.jit`, and an ensemble is a `vmap` of it.
 `grad` through whole training runs tunes learning rate and weight decay. A vision

@@ -1,8 +1,8 @@
 """Training on handwritten digits with differential privacy: DP-SGD (Abadi et al. 2016),
 and plain SGD.
 
-    python examples/differential_privacy/main.py # about a minute python
-    examples/differential_privacy/main.py --data MNIST_DIRECTORY --delta 1e-5
+    python examples/differential_privacy/main.py  # about a minute
+    python examples/differential_privacy/main.py --data MNIST_DIRECTORY --delta 1e-5
 
 The gradient of each example is clipped before any sum over examples, so nothing about
 one example leaves its device unclipped. Batches are Poisson samples, as the accounting

@@ -1,9 +1,9 @@
 """Federated averaging (McMahan et al. 2017): 100 clients learn handwritten digits and
 keep their data.
 
-    python examples/federated_learning/main.py # about a minute on two CPU cores python
-    examples/federated_learning/main.py --data MNIST_DIRECTORY --batch-size 10
-    --fit-rounds 0
+    python examples/federated_learning/main.py  # about a minute on two CPU cores
+    python examples/federated_learning/main.py --data MNIST_DIRECTORY --batch-size 10 \\
+        --fit-rounds 0
 
 In each round, some clients train from the server's parameters, each on its own
 examples. The mean of their parameters becomes the server's new parameters. All clients

@@ -1,10 +1,11 @@
 """BERT or RoBERTa on tables in GLUE's format: classification and regression of texts
 and of pairs of texts.
 
-    python examples/glue/main.py # docstrings, by a small BERT that learns to fill gaps
-    in them first python examples/glue/main.py --model roberta-large --task
-    classification --data SST2 --text sentence python examples/glue/main.py --model
-    roberta-large --task regression --data STSB \\
+    # docstrings, by a small BERT that learns to fill gaps in them first
+    python examples/glue/main.py
+    python examples/glue/main.py --model roberta-large --task classification --data \\
+        SST2 --text sentence
+    python examples/glue/main.py --model roberta-large --task regression --data STSB \\
         --text sentence1 sentence2 --label score
 
 A directory of data contains `train` and `dev` (or `validation`, or `test`), as .tsv,

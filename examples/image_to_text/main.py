@@ -1,9 +1,9 @@
 """Captions of pictures: of two handwritten digits and their arrangement, or of COCO's
 photographs.
 
-    python examples/image_to_text/main.py # a small new ViT, read by a small new GPT-2
-    python examples/image_to_text/main.py --model vit-gpt2-image-captioning --data coco
-    --devices 0 --tensor 1
+    python examples/image_to_text/main.py  # a small new ViT, read by a small new GPT-2
+    python examples/image_to_text/main.py --model vit-gpt2-image-captioning --data \\
+        coco --devices 0 --tensor 1
 
 `--model` is a directory with such a pair of models, its tokenizer and
 `preprocessor_config.json`. `--data` is a directory with COCO's

@@ -1,9 +1,10 @@
 """Inference: write text after the prompts in a file, greedily, by sampling, or by beam
 search.
 
-    python examples/language_modeling/generate.py --model out/instructions --prompts
-    prompts.json --num-beams 4 python examples/language_modeling/generate.py --model
-    llama-7b --prompts prompts.txt --temperature 0.7 \\
+    python examples/language_modeling/generate.py --model out/instructions --prompts \\
+        prompts.json --num-beams 4
+    python examples/language_modeling/generate.py --model llama-7b --prompts \\
+        prompts.txt --temperature 0.7 \\
         --devices 0 --tensor 8 --dtype bfloat16
 
 The prompts are the lines of a text file, or a JSON list of texts and of objects as in

@@ -1,10 +1,12 @@
 """Train a language model on code, then on instructions with answers. transformers opens
 the result.
 
-    python examples/language_modeling/main.py # a small LLaMA, made here of the standard
-    library python examples/language_modeling/main.py --model llama-7b --data
-    alpaca.json --tasks instructions python examples/language_modeling/main.py --text
-    wikitext-2 # plain text instead of code
+    # a small LLaMA, made here of the standard library
+    python examples/language_modeling/main.py
+    python examples/language_modeling/main.py --model llama-7b --data alpaca.json \\
+        --tasks instructions
+    # plain text instead of code
+    python examples/language_modeling/main.py --text wikitext-2
 
 The first command learns to write signatures from docstrings. `--model` takes LLaMA,
 GPT-J, OPT and GPT-2.

@@ -1,8 +1,9 @@
 """An ordinary training script, for one host or many. The launchers in this folder start
 it.
 
-    python examples/launch/train.py # one process srun --nodes=2 --ntasks-per-node=1
-    python examples/launch/train.py # two, inside a SLURM job
+    python examples/launch/train.py                                      # one process
+    # two, inside a SLURM job
+    srun --nodes=2 --ntasks-per-node=1 python examples/launch/train.py
 
 Only the first line of `main` is about many hosts, and it does nothing if there is a
 single process. The task is artificial: the model tells in which of eight directions a

@@ -1,8 +1,8 @@
 """Train in several processes on this machine with XManager's local executor, without
 Docker.
 
-    xmanager launch examples/launch/xmanager_local.py -- --num_processes=2
-    --arguments="--tensor 2"
+    xmanager launch examples/launch/xmanager_local.py -- --num_processes=2 \\
+        --arguments="--tensor 2"
 
 XManager needs its own environment (`uv venv && uv pip install xmanager`), because its
 pinned versions conflict with those of other packages. `--python` is the interpreter of

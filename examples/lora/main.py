@@ -1,9 +1,10 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021): train only small branches beside the
 projections.
 
-    python examples/lora/main.py # a small LLaMA, made here of the standard library's
-    code python examples/lora/main.py --model llama-7b --data alpaca.json --targets
-    q_proj v_proj
+    # a small LLaMA, made here of the standard library's code
+    python examples/lora/main.py
+    python examples/lora/main.py --model llama-7b --data alpaca.json --targets q_proj \\
+        v_proj
 
 The model learns to write the signature that belongs to a docstring. Afterwards the
 branches are merged into the projections, so `--output` contains an ordinary checkpoint.

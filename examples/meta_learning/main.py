@@ -1,9 +1,9 @@
 """MAML (Finn et al. 2017): find parameters from which a few gradient steps learn a new
 task.
 
-    python examples/meta_learning/main.py # a few minutes on two CPU cores python
-    examples/meta_learning/main.py --data OMNIGLOT_OR_MINI_IMAGENET_DIRECTORY --epochs
-    20
+    python examples/meta_learning/main.py  # a few minutes on two CPU cores
+    python examples/meta_learning/main.py --data OMNIGLOT_OR_MINI_IMAGENET_DIRECTORY \\
+        --epochs 20
 
 There are two problems. In the first, a task is a sinusoid with ten known points. In the
 second, a task is five kinds of images with one known example of each, and the test uses

@@ -1,9 +1,9 @@
 """Deep deterministic policy gradient (DDPG, Lillicrap et al. 2016) on Pendulum, with
 three seeds.
 
-    python examples/reinforcement_learning/ddpg.py # minutes on two CPU cores python
-    examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0 # or other
-    bounded actions
+    python examples/reinforcement_learning/ddpg.py  # minutes on two CPU cores
+    # or other bounded actions
+    python examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0
 
 The model consists of the agent and a copy that follows it slowly. Only the agent is
 trained: the copy is among the frozen arrays of the state, and is updated after each

@@ -1,9 +1,9 @@
 """Proximal policy optimization (PPO, Schulman et al. 2017) on CartPole and Acrobot,
 with three seeds each.
 
-    python examples/reinforcement_learning/ppo.py # minutes on two CPU cores python
-    examples/reinforcement_learning/ppo.py --env LunarLander-v3 # or another with
-    discrete actions
+    python examples/reinforcement_learning/ppo.py  # minutes on two CPU cores
+    # or another with discrete actions
+    python examples/reinforcement_learning/ppo.py --env LunarLander-v3
 
 A rollout needs the current parameters, so `predict_step` acts and `train_step` learns
 on the same state. The environments are split over the data axis: the data of an

@@ -1,11 +1,11 @@
 """Images from texts: train latent diffusion on captioned digits, or fine-tune Stable
 Diffusion.
 
-    python examples/text_to_image/main.py # digits, all networks from nothing python
-    examples/text_to_image/main.py --model DIRECTORY --data FOLDER --prompt "a photo of
-    sks dog" \\
-        --class-prompt "a photo of a dog" --sample "sks dog on a beach" --batch-size 8
-        --epochs 4
+    python examples/text_to_image/main.py  # digits, all networks from nothing
+    python examples/text_to_image/main.py --model DIRECTORY --data FOLDER --prompt "a \\
+        photo of sks dog" \\
+        --class-prompt "a photo of a dog" --sample "sks dog on a beach" --batch-size \\
+        8 --epochs 4
 
 By default, the program trains an autoencoder on scikit-learn's digits. Then it trains a
 UNet on the latents, together with a text encoder, on captions such as "a handwritten

@@ -1,9 +1,9 @@
 """Summaries of functions of the standard library (the first line of a docstring), or of
 news, as in XSum.
 
-    python examples/text_to_text/main.py # a small new T5, and a small new BART python
-    examples/text_to_text/main.py --model flan-t5-xl --data xsum --lengths 512 64
-    --devices 0 --tensor 8
+    python examples/text_to_text/main.py  # a small new T5, and a small new BART
+    python examples/text_to_text/main.py --model flan-t5-xl --data xsum --lengths 512 \\
+        64 --devices 0 --tensor 8
 
 Run the same on many hosts, under SLURM (the file says how many) or by their addresses:
 

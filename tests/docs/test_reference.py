@@ -29,26 +29,24 @@ def listed(text: str) -> list[str]:
     return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_name_of_a_module_is_listed_once(module):
+@pytest.mark.parametrize("name_of_module", MODULES)
+def test_each_name_of_a_module_is_listed_once(name_of_module):
     """Those in `__all__`, or what a module of imports alone gives names to."""
-    modules, module = (
-        {name.rpartition(".")[2] for name in MODULES},
-        importlib.import_module(module),
-    )
+    modules = {name.rpartition(".")[2] for name in MODULES}
+    module = importlib.import_module(name_of_module)
     imported = [
         name
         for name, x in vars(module).items()
         if name[0] != "_" and not inspect.ismodule(x)
     ]
     names = [
-        f"{module}.{name}"
+        f"{name_of_module}.{name}"
         for name in getattr(module, "__all__", imported)
         if name not in modules
     ]
     everywhere = [name for page in REFERENCE for name in listed(page.read_text())]
     assert sorted(names) == sorted(
-        name for name in everywhere if name.rpartition(".")[0] == module
+        name for name in everywhere if name.rpartition(".")[0] == name_of_module
     )
 
 

@@ -1,10 +1,10 @@
 """One process of a run: the same on one host and on many, whatever starts it.
 
-    python program.py OUT equal [MESH ...] trains, evaluates, predicts on each mesh;
-    writes results python program.py OUT FAULT PROCESS [CHECKPOINTS]
-                                                  trains until something goes wrong on
-                                                  that process; or to the end, if FAULT
-                                                  is `finish`
+    # trains, evaluates, predicts on each mesh; writes results
+    python program.py OUT equal [MESH ...]
+    # trains until something goes wrong on that process; or to the end, if FAULT is
+    # `finish`
+    python program.py OUT FAULT PROCESS [CHECKPOINTS]
 
 Each process touches `OUT/ready.<process>` when it is in the middle of its work.
 """

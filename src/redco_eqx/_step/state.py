@@ -312,7 +312,7 @@ def _first_difference(before: PyTree, after: PyTree, path: str = "") -> str | No
     return None
 
 
-def _placed(x: AnyArray, old: AnyArray) -> AnyArray:
+def _placed(x: Any, old: Any) -> Any:
     """Place an array as `old` is placed. Under a trace, it has no place."""
     if isinstance(x, Tracer) or isinstance(old, Tracer):
         return jnp.asarray(x)
@@ -321,7 +321,7 @@ def _placed(x: AnyArray, old: AnyArray) -> AnyArray:
     if isinstance(x, jax.Array) and x.aval.weak_type:
         # The next step would be compiled again, for a state of weak types.
         x = jax.lax.convert_element_type(x, x.dtype)
-    return put_global(x, old.sharding) if isinstance(old, jax.Array) else x
+    return put_global(x, old.sharding)
 
 
 def stream(
