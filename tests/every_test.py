@@ -62,7 +62,7 @@ if not ON_DEVICE:
 # of warnings of the main thread lost one in ten.
 for module in list(sys.modules.values()):
     if module.__name__.startswith("beartype.") and hasattr(module, "catch_warnings"):
-        vars(module)["catch_warnings"] = lambda record: contextlib.nullcontext([])
+        vars(module)["catch_warnings"] = lambda **_: contextlib.nullcontext([])
 
 # A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
