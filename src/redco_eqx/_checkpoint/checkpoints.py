@@ -1,4 +1,22 @@
-"""`Checkpoints`: where and when to save, and which checkpoints to keep."""
+"""`Checkpoints`: where and when to save, and which checkpoints to keep; and their
+writer.
+
+A checkpoint is a state on disk, by Orbax: written whole or not at all, read onto any
+mesh, verified. It is a directory `<step>` (or `<step>-2`, if there is one of this step
+already) with
+
+    arrays/                 a flat dictionary of arrays, as Orbax and tensorstore
+                            (`manifest.ocdbt`, `ocdbt.process_0`) write it
+    record/record.json      the rest: see `CheckpointInfo`
+    _CHECKPOINT_METADATA    Orbax's own
+
+Orbax writes it as `<step>.orbax-checkpoint-tmp...` and renames it when it is complete,
+so a directory with this name is whole, unless it was damaged later. The checksums
+detect such damage; the directory then becomes `<step>.damaged`. A checkpoint that is
+not kept becomes `<step>.deleting` before it is removed. Beside them are `owner.json`
+(the process that writes here) and `history.jsonl` (the rows of the log). No pickle
+anywhere.
+"""
 
 import contextlib
 import dataclasses
@@ -37,18 +55,6 @@ from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._sharding.pieces import digests
 from redco_eqx._step.state import TrainState, check_is_state, step_of
-
-# A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
-#
-# A checkpoint is a directory `<step>` (or `<step>-2`, if there is one of this step
-# already) with
-#
-#     arrays/ a flat dictionary of arrays, as Orbax and tensorstore read it
-#     record/record.json the rest: see `CheckpointInfo`
-#
-# Orbax writes it under another name and renames it when it is complete, so a directory
-# with this name is whole, unless it was damaged later. The checksums detect such
-# damage. No pickle anywhere.
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):

@@ -30,7 +30,7 @@ class ArraysHandler(ocp.PyTreeCheckpointHandler):
 
 
 # Orbax finds the handler of an item by the type of its arguments, and asks for one type
-# in both directions.
+# in both directions. `restore.py` reads without this one.
 @ocp.args.register_with_handler(ArraysHandler, for_save=True, for_restore=True)
 class ArraysSave(ocp.args.PyTreeSave):
     """The arguments with which `ArraysHandler` saves a tree of arrays."""

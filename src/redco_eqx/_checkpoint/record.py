@@ -38,7 +38,7 @@ class ArrayInfo:
 
     - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key,
         although its `jax.random.key_data` is stored.
-    - `checksum`: that of `digest`, in hexadecimal digits.
+    - `checksum`: that of `digests` (`_sharding/pieces.py`).
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """
 
@@ -156,6 +156,8 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
     - `CheckpointFormatError`: a different version wrote it.
     """
     try:
+        # Orbax makes a folder for each item, and writes plain JSON into this one. To
+        # read it needs no Orbax.
         outer = json.loads((path / "record" / "record.json").read_bytes())
         content = outer["content"]
         if _sha256(content) != outer["sha256"]:

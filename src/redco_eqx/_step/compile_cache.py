@@ -58,6 +58,7 @@ def compile_once(
         digest = hashlib.sha256(
             re.sub(r"(?<![\d.])\d{12,}", "", text).encode()
         ).hexdigest()[:16]
+    # StableHLO lists the parameters of a program in the first line of `@main`.
     head = text.partition("@main(")[2].partition("\n")[0]
     # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or
     # a token.

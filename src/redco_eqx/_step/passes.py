@@ -69,7 +69,7 @@ def program_of(
     if splits:
         # To lay out activations, trace as on one device.
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    # In the order in which JAX sorts a dict.
+    # In the order in which JAX sorts a dict, which is that of the program's inputs.
     weights = [layout.get(path) for arrays in inputs[:2] for path in sorted(arrays)]
     if any(sharding is not None and is_split(sharding) for sharding in weights):
         function = _gathered(
@@ -80,6 +80,7 @@ def program_of(
             splits=splits,
             differentiates=differentiates,
         )
+        # The program with gathers is traced again, now with the mesh.
         given = inputs
     if differentiates:
         function = jax.value_and_grad(function, has_aux=True)

@@ -23,8 +23,11 @@ A training step on its way from `fit` to XLA:
    and with the batch. It keeps the steps that have not finished in
    `_training/in_flight.py`.
 
-In your own loop, `jit_step` stands for 1 and 2: it traces the step, corrects it for the
-partitioner, and donates the state.
+CONTRIBUTING.md tells the whole way, from the batch to the row of the log.
+
+In your own loop, `jit_step` compiles the step. It adds only the correction for the
+partitioner and the donation of the state: it neither watches for values that are not
+finite nor adds up metrics.
 """
 
 import dataclasses
@@ -170,10 +173,10 @@ def train_step(
     If `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered
     where the loss first uses it. A `lax.scan` over stacked layers gathers one layer at
     a time, and a `jax.checkpoint` (such as the one in [`scan_layers`][]) gathers again
-    for the gradient, so at most one layer is whole (ZeRO-3). If no checkpoint in the
-    loss reads weights, the whole loss becomes one checkpoint, which keeps the results
-    of matrix products and convolutions (with [`split_activations`][], only if a scan
-    reads weights). If a checkpoint does read weights, weights that are read outside it
+    for the gradient, so at most one layer is whole (ZeRO-3). If no `jax.checkpoint` in
+    the loss reads weights, the whole loss becomes one, which keeps the results of
+    matrix products and convolutions (with [`split_activations`][], only if a scan reads
+    weights). If a `jax.checkpoint` does read weights, weights that are read outside it
     are gathered once, and kept until the gradient is done. `reshard_after_forward` says
     which gathered weights are kept instead. The gathers have no forward-mode derivative
     (`jax.jvp`, `jax.hessian`).

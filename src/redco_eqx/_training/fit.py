@@ -233,6 +233,7 @@ def fit(
             saver.check_metrics(row)
             state, run = stack.enter_context(saver).resume(state, run, plan, optimizer)
         source = saver and saver.path
+        # A run that its hook ended goes on if this call has no hook.
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,

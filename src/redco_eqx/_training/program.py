@@ -61,13 +61,15 @@ def train_program(
         num_microbatches=num_microbatches,
         shardings=state.shardings,
     )
+    # `train_step` has corrected its program already.
     if not is_train_step(step_fn):
         own_step = corrected(own_step)
     step = jax.jit(guarded(own_step))
     everywhere = replicated(state_mesh(state))
-    # `jit` keeps this trace, and the trace of the body uses it: its arguments are of
-    # the same types.
+    # A `jit` that is called inside another one is traced once for each function and
+    # types of arguments. So the trace of the body below uses this one.
     trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
+    # The results of the trace are the state, the metrics, and `ok`.
     window = jax.tree.map(
         lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])
     )
@@ -76,6 +78,9 @@ def train_program(
         [x.sharding for x in arrays],
         jax.tree.map(lambda _: everywhere, window),
     )
+    # A compiled program refuses inputs in another layout, and its results are the next
+    # step's inputs, so their layout is fixed. The window is not donated: the queue of
+    # steps in flight still reads earlier ones.
     body = jax.jit(
         accumulated(step, tree),
         donate_argnums=0,

@@ -119,10 +119,15 @@ class Training:
         vote = Vote(self._mesh)
         began = time.perf_counter()
         for found in self.interrupt.end_early(places):
+            # `None` in place of an item: its reader hangs after a signal. `None` in
+            # place of a batch: the run was resumed here, and something may still be
+            # due.
             batch, place = found or (None, place)
             self._waited += time.perf_counter() - began
             if batch is not None:
                 self._step(batch, place)
+            # With several processes, the answer is that of two steps ago, the same on
+            # all of them, so nobody waits for it.
             (stop,) = vote(self.interrupt.signal) or (0,)
             now = due(self.plan, self.run, stop=stop != 0)
             if now.log:

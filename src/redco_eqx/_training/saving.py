@@ -148,7 +148,7 @@ class Saver:
             name: getattr(run, name) for name in ("batch_size", "num_examples", "order")
         }
         # If the batch size has changed, the same fraction of the epoch still counts as
-        # done.
+        # done, rounded up to whole batches.
         batch = -(-before.batch * before.batch_size // run.batch_size)
         return restored, dataclasses.replace(
             before, **changed, batch=batch, identity={**run.identity, **began}
