@@ -256,6 +256,18 @@ def test_a_signal_before_the_reader_hangs_saves(
     assert tiny.steps_in(tmp_path)[-1] == error.step == 4
 
 
+def test_an_earlier_timer_does_not_end_the_time_of_a_later_signal() -> None:
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        course._ignore_for(signal.SIGTERM, 0.5)
+        signal.signal(signal.SIGTERM, usual)  # as another call of `fit` does
+        course._ignore_for(signal.SIGTERM, 600.0)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
 FORKING = """
 import os, signal, time
 from fit_helpers import Collate, counted

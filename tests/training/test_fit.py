@@ -37,7 +37,7 @@ from redco_eqx._training.run import Training
 # The loop is the one that a reader would write
 
 
-def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_is_the_loop_by_hand() -> None:
     """On a mesh with all axes, over three epochs that drop examples."""
     told = []
 
@@ -50,9 +50,8 @@ def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     state = tiny.mlp_state(arguments["optimizer"])
     layout = {path: x.sharding for path, x in state.params.items()}
     expected = tiny.state_after(6, state, examples, **arguments)
-    monkeypatch.setattr("redco_eqx._training.program.train_step", spying)
     with compilations() as compiled:
-        found = fit(state, examples, num_epochs=3, **arguments)
+        found = fit(state, examples, num_epochs=3, step_fn=spying, **arguments)
     assert_same(found, expected)
     assert compiled.count(tiny.BODY) == 1
     # The compiler is told the layout (which the numbers do not show), and it is kept.

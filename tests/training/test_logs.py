@@ -92,13 +92,13 @@ def test_rates(
     catch_up = Training._catch_up
 
     def catch_up_when_done(self: Any, num_ahead: int = 0) -> None:
-        jax.block_until_ready([step.window for step in self._ahead])
+        jax.block_until_ready([step.window for step in self._in_flight._steps])
         catch_up(self, num_ahead)
 
     # Devices that are always done with a window when the next step is dispatched.
     monkeypatch.setattr(Training, "_catch_up", catch_up_when_done)
     clock = types.SimpleNamespace(perf_counter=lambda: now)
-    for module in ("run", "loggers"):
+    for module in ("run", "in_flight", "loggers"):
         monkeypatch.setattr(f"redco_eqx._training.{module}.time", clock)
     # As if the device were one that has a peak.
     chip = np.array([types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])

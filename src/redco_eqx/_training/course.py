@@ -403,6 +403,10 @@ def _raise_reader_hangs(signum: int, frame: FrameType | None) -> None:
     raise _ReaderHangsError
 
 
+_TIMERS: dict[int, threading.Timer] = {}
+"""The timers that restore the usual effect of a signal, by the signal."""
+
+
 def _ignore_for(signum: int, seconds: float) -> None:
     """Ignore a signal for some seconds."""
     # `signal.signal` works only in the main thread, which may be stuck outside Python
@@ -424,6 +428,11 @@ def _ignore_for(signum: int, seconds: float) -> None:
         if get_handler(signum) == ignore:
             set_handler(signum, usual)
 
+    # The timer of an earlier call of `fit` must not end the time of this one.
+    earlier = _TIMERS.pop(signum, None)
+    if earlier is not None:
+        earlier.cancel()
     timer = threading.Timer(seconds, restore)
     timer.daemon = True
     timer.start()
+    _TIMERS[signum] = timer
