@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -61,16 +61,31 @@ def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def first_captured(function: Any) -> tuple[str, Any] | None:
     """The first array that a function holds and that could be trained, or that belongs
-    to a trace: its name in the function, and the array.
+    to a trace: its path in the function, and the array."""
+    return _first_held(function, lambda x: isinstance(x, Tracer) or is_trainable(x))
 
-    It looks into closures, defaults, `functools.partial`, bound methods, and functions
-    that wrap another (of `jax.vmap` and `jax.jit`), but not into global variables.
+
+def first_module(function: Any) -> tuple[str, eqx.Module] | None:
+    """The first module that a function holds: its path in the function, and the
+    module."""
+    return _first_held(function, lambda x: isinstance(x, eqx.Module))
+
+
+def _first_held(
+    function: Any, is_wanted: Callable[[Any], bool]
+) -> tuple[str, Any] | None:
+    """The first wanted value that a function holds: its path in the function, and the
+    value.
+
+    The search looks into closures, defaults, `functools.partial`, bound methods, and
+    functions that wrap another (of `jax.vmap` and `jax.jit`), but not into global
+    variables.
     """
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [("", function)]
     while left and len(seen) < 1000:  # an object may know the whole program
         name, x = left.pop()
-        if isinstance(x, Tracer) or is_trainable(x):
+        if is_wanted(x):
             return name, x
         if id(x) not in seen:
             seen.add(id(x))
@@ -107,18 +122,3 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return None
-
-
-def first_module(function: Any) -> tuple[str, eqx.Module] | None:
-    """The first module that a function holds, and the name of the variable that has
-    it."""
-    seen: set[int] = set()
-    left: list[tuple[str, Any]] = [("", function)]
-    while left and len(seen) < 1000:
-        name, x = left.pop()
-        if isinstance(x, eqx.Module):
-            return name, x
-        if id(x) not in seen:
-            seen.add(id(x))
-            left += [(inner or name, value) for inner, value in _held_by(x)]
-    return None

@@ -278,16 +278,20 @@ def check_functions(where: str, **functions: object) -> None:
             ) from None
 
 
+def without_options(function: Any) -> Any:
+    """The function that `functools.partial` was given, or the function itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def check_takes_model(
     where: str, make_model: Callable[[], PyTree], **functions: object
 ) -> None:
     """Raise `TypeError`, naming the leaf, if a function is compiled by `jax.jit`, which
     takes only arrays, and the model has something else."""
     for name, function in functions.items():
-        inner = function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        if not isinstance(inner, jax.stages.Wrapped):
+        if not isinstance(without_options(function), jax.stages.Wrapped):
             continue
         for path, leaf in leaves_with_paths(make_model()):
             if not is_array(leaf) and not isinstance(leaf, int | float | complex):

@@ -100,8 +100,9 @@ def init_optimizer(
     except Exception as error:
         found = first_module(optimizer.init)
         if found is not None:
-            name, tree = found
-            name = name.rpartition(".")[2]
+            path, tree = found
+            # The last part of the path is the name of the argument of optax.
+            name = path.rpartition(".")[2]
             raise ValueError(
                 f"init_state: the optimizer's {name} is a tree like the model, a "
                 f"{type(tree).__name__}, but the optimizer gets the parameters as "

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from redco_eqx._base.protocols import (
     check_functions,
     check_positive,
     check_whole,
+    without_options,
 )
 from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._data.batches import Epochs
@@ -295,10 +295,7 @@ def _check_kind(
 def _check_step(where: str, step_fn: object) -> None:
     """Raise `TypeError` if `step_fn` is not called as a `TrainStepFn`, or is compiled
     already."""
-    inner: Any = step_fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    if isinstance(inner, JittedStep | jax.stages.Wrapped):
+    if isinstance(without_options(step_fn), JittedStep | jax.stages.Wrapped):
         raise TypeError(
             f"{where}: step_fn is compiled by jax.jit or jit_step, which take no "
             "functions such as loss_fn. Pass the function itself: fit compiles it."

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from redco_eqx._base.protocols import Batch, LossFn
+from redco_eqx._base.protocols import Batch, LossFn, without_options
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.compile_cache import compile_once
 from redco_eqx._step.state import TrainState, state_mesh
@@ -35,9 +35,7 @@ class TrainProgram(NamedTuple):
 
 def is_train_step(step_fn: TrainStepFn) -> bool:
     """True for `train_step`, also with options (`functools.partial`)."""
-    while isinstance(step_fn, functools.partial):
-        step_fn = step_fn.func
-    return step_fn is train_step
+    return without_options(step_fn) is train_step
 
 
 def train_program(
