@@ -224,6 +224,7 @@ LOADED = [
     "_step.init",
     "_step.layout",
     "_step.optimizer",
+    "_step.passed_through",
     "_step.passes",
     "_step.rounding",
     "_step.state",

@@ -145,3 +145,48 @@ def test_a_mesh_of_any_sizes_is_made_of_a_pod(name: str) -> None:
                 "tensor": tensor,
             }
             assert set(mesh.devices.flat) == set(found)
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_frozen_arrays_that_are_not_donated_take_no_memory_more(axes):
+    """A deep frozen trunk with a head that is trained, 32 MiB of parameters."""
+    mesh = topology.mesh("v5e:2x4", **axes)
+    model = eqx.filter_eval_shape(
+        lambda key: eqx.nn.MLP(512, 512, 1024, depth=8, key=key), jax.random.key(0)
+    )
+    model = jax.tree.map(
+        lambda x, sharding: (
+            x
+            if sharding is None
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        ),
+        model,
+        rx.shard_rules(model, mesh),
+    )
+    trainable = jax.tree.map(lambda _: False, model)
+    trainable = eqx.tree_at(lambda m: m.layers[-1].weight, trainable, True)
+    optimizer = optax.adam(1e-3)
+    state = rx.init_state(model, optimizer, key=jax.random.key(0), trainable=trainable)
+    rows = rx.batch_sharding(mesh)
+    batch = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=rows)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+    step = partial(
+        rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=state.shardings
+    )
+    sizes = {}
+    for name, lowered in {
+        "ours": rx.jit_step(step).lower(state, batch),
+        "all donated": jax.jit(step, donate_argnums=0).lower(state, batch),
+    }.items():
+        stats = lowered.compile().memory_analysis()
+        assert stats is not None
+        sizes[name] = (
+            stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+            + stats.temp_size_in_bytes
+        )
+    assert sizes["ours"] <= sizes["all donated"]

@@ -190,7 +190,14 @@ def without_metrics(state: Any, batch: Any, **options: Any) -> Any:
     return rx.train_step(state, batch, **options)[0]
 
 
+def not_counted(state: Any, batch: Any, **options: Any) -> Any:
+    for _ in range(2):
+        state, metrics = rx.train_step(state, batch, **options)
+    return state, metrics
+
+
 REFUSED = {
+    "two steps": (not_counted, ValueError, "after one step, state.step is 2, but must"),
     "two arguments": (
         lambda state, batch: (state, {}),
         TypeError,

@@ -44,7 +44,7 @@ def init_state(
     """Create the state of a new run, on the mesh of the model's arrays.
 
     The state shares the model's arrays without a copy, so a step that donates the state
-    also deletes the model's arrays.
+    also deletes the model's arrays, except those that are not trained.
 
     ```python
     state = rx.init_state(model, optimizer, key=jax.random.key(1))

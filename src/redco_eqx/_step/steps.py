@@ -58,11 +58,13 @@ from redco_eqx._base.protocols import (
 from redco_eqx._base.tree import (
     AnyArray,
     describe,
+    first_few,
     is_array,
     join,
     leaves_with_paths,
     to_arrays,
 )
+from redco_eqx._base.warn import warn
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated, traced_mesh
 from redco_eqx._step.layout import (
     Layout,
@@ -80,6 +82,7 @@ from redco_eqx._step.optimizer import (
     like_params,
     update,
 )
+from redco_eqx._step.passed_through import frozen_passed_through
 from redco_eqx._step.passes import Inputs, on_arrays, program_of
 from redco_eqx._step.rounding import rounded_away, with_gradient
 from redco_eqx._step.state import (
@@ -544,6 +547,12 @@ class JittedStep(Generic[R]):
         run = corrected(checked)
         run.__doc__ = step.__doc__
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
+        self._donates = donate
+        # For a state with frozen arrays, which are an argument of their own.
+        self._apart = jax.jit(
+            functools.partial(_with_frozen_apart, checked), donate_argnums=0
+        )
+        self._taken_over: set[str] = set()
         # A trace knows only the number of devices, so the mesh of `shardings` is
         # compared before.
         named = step.keywords if isinstance(step, functools.partial) else {}
@@ -555,14 +564,125 @@ class JittedStep(Generic[R]):
         # Jaxlib 0.10.2 and 0.11.0 end the process, 0.11.2 raises: openxla/xla#22604.
         check_alive(state)
         with context_of(state):
-            return self._jitted(state, *arguments, **named)
+            if not self._donates or not state.frozen:
+                return self._jitted(state, *arguments, **named)
+            result, frozen = self._call_apart(self._apart, state, arguments, named)
+            return _with_frozen(result, frozen)
 
     def lower(
         self, state: TrainState, *arguments: Any, **named: Any
     ) -> jax.stages.Lowered:
-        """Return `jax.jit(step).lower(...)`. The arguments may be abstract."""
+        """Return `jax.jit(step).lower(...)`. The arguments may be abstract.
+
+        If the state has frozen arrays, and is donated, they are an argument of their
+        own: `(state without them, frozen, batch)`.
+        """
         with context_of(state):
-            return self._jitted.lower(state, *arguments, **named)
+            if not self._donates or not state.frozen:
+                return self._jitted.lower(state, *arguments, **named)
+            lower = self._apart.lower
+            return self._call_apart(lower, state, arguments, named)[0]
+
+    def _call_apart(
+        self,
+        function: Callable[..., Any],
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """Call a function of a state without its frozen arrays, and of these. Also
+        return those of them that stay the caller's."""
+        while True:
+            own = {}
+            frozen = {}
+            for path, x in state.frozen.items():
+                (own if path in self._taken_over else frozen)[path] = x
+            rest = dataclasses.replace(state, frozen=own)
+            try:
+                return function(rest, frozen, *arguments, **named), frozen
+            except _ChangesFrozenError as error:
+                # Raised by the trace. The next one donates them.
+                self._taken_over |= error.paths
+                warn(
+                    "jit_step: the step does not return the frozen arrays "
+                    f"{first_few(sorted(error.paths), most=3)} as they were, so it "
+                    "takes them over, and deletes those that it was given, as it does "
+                    "parameters. To keep yours, pass a copy of the state."
+                )
+
+
+class _ChangesFrozenError(Exception):
+    """A step returns other arrays for the frozen ones at these paths."""
+
+    def __init__(self, paths: set[str]):
+        super().__init__(paths)
+        self.paths = paths
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _PassedThrough:
+    """Stands for an array that a compiled step does not return, because it is the one
+    that the step was given."""
+
+
+def _state_in(result: Any) -> TrainState | None:
+    """The state that a step returned, if it returned one."""
+    new = result[0] if isinstance(result, tuple) and result else result
+    return new if isinstance(new, TrainState) else None
+
+
+def _replaced_state(result: Any, state: TrainState) -> Any:
+    return (state, *result[1:]) if isinstance(result, tuple) else state
+
+
+def _with_frozen_apart(
+    step: Callable[..., Any],
+    rest: TrainState,
+    frozen: dict[str, Array],
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    """Call a step with a state whose frozen arrays come apart, and return its results
+    without those that it only passes through.
+
+    Raises `_ChangesFrozenError` if it does not pass all of them through.
+    """
+
+    def call(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return step(*arguments, **named)
+
+    state = dataclasses.replace(rest, frozen={**rest.frozen, **frozen})
+    inputs = ((state, *arguments), named)
+    program = for_partitioner(trace(call, *inputs), traced_mesh(inputs))
+    result = program(*inputs)
+    new = _state_in(result)
+    if new is None:
+        return result
+    leaves, structure = jax.tree.flatten(inputs)
+    numbered_inputs = jax.tree.unflatten(structure, range(len(leaves)))[0][0]
+    num_results = program.results.num_leaves
+    numbered_results = jax.tree.unflatten(program.results, range(num_results))
+    passed = frozen_passed_through(
+        program.closed.jaxpr, numbered_inputs, _state_in(numbered_results) or new
+    )
+    if changed := frozen.keys() - passed:
+        raise _ChangesFrozenError(changed)
+    kept = {
+        path: _PassedThrough() if path in frozen else x
+        for path, x in new.frozen.items()
+    }
+    return _replaced_state(result, eqx.tree_at(lambda s: s.frozen, new, kept))
+
+
+def _with_frozen(result: Any, frozen: dict[str, Array]) -> Any:
+    """Put the frozen arrays that a compiled step did not return into its result."""
+    new = _state_in(result)
+    if new is None:
+        return result
+    return _replaced_state(
+        result, dataclasses.replace(new, frozen={**new.frozen, **frozen})
+    )
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
@@ -588,7 +708,10 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
         `functools.partial(train_step, ...)`. Further arrays are passed on, by position
         or by name (such as the `index` of `predict_step`).
     - `donate`: true to let the step reuse the memory of the state, which is then
-        deleted. Pass `False` for a step that returns no state, such as `eval_step`.
+        deleted, except its `frozen` arrays. A step that passes these through does not
+        return them: the new state has the very arrays of the old one. A step that
+        returns other arrays for them takes them over, too, and warns once. Pass `False`
+        for a step that returns no state, such as `eval_step`.
 
     **Returns:**
 

@@ -96,8 +96,8 @@ def fit(
     **Main arguments:**
 
     - `state`: from `init_state`. `fit` deletes its arrays (and so those of the model),
-        so use only the returned state afterwards. To keep `state`, pass a copy:
-        `jax.tree.map(jnp.copy, state)`.
+        except the frozen ones, so use only the returned state afterwards. To keep
+        `state`, pass a copy: `jax.tree.map(jnp.copy, state)`.
     - `train_examples`: a sequence of examples (see `batches`), or a function from the
         epoch to one. Pass [`Data`][] to set how they are read, or a [`Stream`][] for
         examples that come one after the other.

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from redco_eqx._base.protocols import Batch, LossFn, without_options
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.compile_cache import compile_once
+from redco_eqx._step.passed_through import frozen_passed_through
 from redco_eqx._step.state import TrainState, state_mesh
 from redco_eqx._step.steps import corrected, train_step
 from redco_eqx._step.window import TrainStepFn, Window, accumulated, guarded
@@ -19,8 +20,11 @@ from redco_eqx._step.window import TrainStepFn, Window, accumulated, guarded
 class TrainProgram(NamedTuple):
     """A compiled step that leaves the state as it was if the step is not finite.
 
-    - `compiled`: `(arrays, window, batch) -> (arrays, window)`, where `arrays` are the
-        leaves of a state. It reuses their memory.
+    - `compiled`: `(arrays, constants, window, batch) -> (arrays, window)`, where
+        `arrays` and `constants` are the leaves of a state. It reuses the memory of
+        `arrays`. `constants` are frozen arrays, which it neither changes nor returns.
+    - `is_constant`: for each leaf of a state, whether it is among the `constants`.
+    - `taken_over`: the paths of the frozen arrays that are not.
     - `window`: an empty window, on the devices.
     - `digest`: that of [`compile_once`][], to compare it between processes.
     - `peak_seconds`: the time that its products would take at the peak speed of the
@@ -28,9 +32,34 @@ class TrainProgram(NamedTuple):
     """
 
     compiled: jax.stages.Compiled
+    is_constant: list[bool]
+    taken_over: list[str]
     window: Window
     digest: str
     peak_seconds: float
+
+    def __call__(
+        self, arrays: list[Any], window: Window, batch: Batch
+    ) -> tuple[list[Any], Window]:
+        """Take a step. `arrays` are all the leaves of the state."""
+        changing, constants = _divided(arrays, self.is_constant)
+        changing, window = self.compiled(changing, constants, window, batch)
+        return _joined(changing, constants, self.is_constant), window
+
+
+def _divided(arrays: list[Any], is_constant: list[bool]) -> tuple[list[Any], list[Any]]:
+    changing = [x for x, constant in zip(arrays, is_constant) if not constant]
+    constants = [x for x, constant in zip(arrays, is_constant) if constant]
+    return changing, constants
+
+
+def _joined(
+    changing: list[Any], constants: list[Any], is_constant: list[bool]
+) -> list[Any]:
+    """The inverse of `_divided`."""
+    of_changing = iter(changing)
+    of_constants = iter(constants)
+    return [next(of_constants if constant else of_changing) for constant in is_constant]
 
 
 def is_train_step(step_fn: TrainStepFn) -> bool:
@@ -72,24 +101,36 @@ def train_program(
         lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])
     )
     arrays, tree = jax.tree.flatten(state)
+    numbered = jax.tree.unflatten(tree, range(len(arrays)))
+    passed = frozen_passed_through(trace.jaxpr.jaxpr, numbered, numbered)
+    indices = {numbered.frozen[path] for path in passed}
+    is_constant = [i in indices for i in range(len(arrays))]
+    whole = accumulated(step, tree)
+
+    def body(
+        changing: list[Any], constants: list[Any], window: Window, batch: Batch
+    ) -> tuple[list[Any], Window]:
+        arrays, window = whole(_joined(changing, constants, is_constant), window, batch)
+        return _divided(arrays, is_constant)[0], window
+
+    changing, constants = _divided(arrays, is_constant)
     layout: Any = (
-        [x.sharding for x in arrays],
+        [x.sharding for x in changing],
         jax.tree.map(lambda _: everywhere, window),
     )
     # A compiled program refuses inputs in another layout, and its results are the next
     # step's inputs, so their layout is fixed. The window is not donated: the queue of
     # steps in flight still reads earlier ones.
-    body = jax.jit(
-        accumulated(step, tree),
-        donate_argnums=0,
-        out_shardings=layout,
-        keep_unused=True,
-    )
-    program, digest = compile_once(
-        body.lower(arrays, window, batch), (arrays, window, batch)
-    )
+    jitted = jax.jit(body, donate_argnums=0, out_shardings=layout, keep_unused=True)
+    inputs = (changing, constants, window, batch)
+    program, digest = compile_once(jitted.lower(*inputs), inputs)
     return TrainProgram(
-        program, window, digest, peak_seconds(trace.jaxpr, state_mesh(state).devices)
+        program,
+        is_constant,
+        sorted(state.frozen.keys() - passed),
+        window,
+        digest,
+        peak_seconds(trace.jaxpr, state_mesh(state).devices),
     )
 
 

@@ -172,7 +172,7 @@ class Training:
         if self._window is None and self._in_flight:
             # A step before it may not have been finite.
             window = window._replace(ok=self._in_flight.newest.window.ok)
-        self.arrays, window = program.compiled(self.arrays, window, batch)
+        self.arrays, window = program(self.arrays, window, batch)
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._window = window
         self._in_flight.add(StepInFlight(batch, window))
@@ -188,8 +188,19 @@ class Training:
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
             jax.block_until_ready(self._window)
+            self._check_counted()
             self.reporter.start_clock(self.run.step - self._begin_of_window)
         self.reporter.bar.update()
+
+    def _check_counted(self) -> None:
+        """Raise `ValueError` if the user's step does not count itself."""
+        found = step_of(self.state)
+        if found != self.run.step and jax.device_get(self._window.ok):
+            raise ValueError(
+                f"step_fn: after one step, state.step is {found}, but must be "
+                f"{self.run.step}. Return a state with state.step + 1, once for each "
+                "batch. (train_step adds 1 each time that it is called.)"
+            )
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
         """Return the program for batches of these shapes."""
@@ -228,6 +239,12 @@ class Training:
             **functions,
             num_microbatches=self.num_microbatches,
         )
+        if program.taken_over and not self._programs:
+            self.reporter.say(
+                "fit: the step does not return the frozen arrays "
+                f"{first_few(program.taken_over, most=3)} as they were, so fit takes "
+                "them over, and deletes those that it was given"
+            )
         facts = {
             f"the checksum of what {name} computes": self.run.identity.get(name, "")
             for name in compared

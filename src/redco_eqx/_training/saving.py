@@ -5,11 +5,12 @@ import dataclasses
 import os
 import pathlib
 import secrets
+from typing import Any
 
 import jax
 import optax
 
-from redco_eqx._base.tree import first_few
+from redco_eqx._base.tree import first_few, is_key
 from redco_eqx._checkpoint.arrays import storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import (
@@ -125,8 +126,18 @@ class Saver:
             _check_form(info.path, before)
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
             plan.check_length(before, info.path)
-            jax.tree.map(lambda x: x.delete(), state)
-            return read(info, like, chosen), info, before
+            # The frozen arrays are the caller's. If they are those of the checkpoint,
+            # as in a run that trains a small part of a large model, they are not read
+            # again, and memory does not hold them twice.
+            own = _unchanged(state, info)
+            chosen = {name: x for name, x in chosen.items() if name not in own}
+            others = dataclasses.replace(state, frozen={})
+            jax.tree.map(lambda x: x.delete(), others)
+            restored = read(info, like, chosen)
+            frozen = {
+                path: own.get(f"model/{path}", x) for path, x in restored.frozen.items()
+            }
+            return dataclasses.replace(restored, frozen=frozen), info, before
 
         (restored, info, before), damaged = first_good(
             [self.directory / name for name in found], load
@@ -205,6 +216,24 @@ class Saver:
                 raise
             # If it were raised, it would hide the error that has the state.
             error.add_note(f"fit: {problem}")
+
+
+def _unchanged(state: TrainState, info: CheckpointInfo) -> dict[str, Any]:
+    """The frozen arrays of a state that are those of a checkpoint, by their names
+    there. All processes must call it."""
+    frozen = {
+        f"model/{path}": x
+        for path, x in state.frozen.items()
+        if x.size > 0 and not is_key(x)
+    }
+    if not frozen:
+        return {}
+    checksums, _ = digests(frozen)
+    return {
+        name: x
+        for name, x in frozen.items()
+        if name in info.arrays and info.arrays[name].checksum == checksums[name]
+    }
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
