@@ -13,10 +13,11 @@ protect people, use a cryptographic generator.
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -27,7 +28,6 @@ import numpy as np
 import optax
 from dp_accounting.rdp import RdpAccountant
 from jaxtyping import Array, Float
-from tqdm import tqdm
 
 import redco_eqx as rx
 
@@ -82,8 +82,9 @@ def private_step(
     clip: float,
     noise: float,
     batch_size: int,
+    **_: Any,
 ) -> tuple[rx.TrainState, dict[str, Any]]:
-    """Take one step of DP-SGD (Algorithm 1 of the paper).
+    """Take one step of DP-SGD (Algorithm 1 of the paper), as a step of `fit`.
 
     `clip` bounds the norm of an example's gradient, and the noise's standard deviation
     is `noise * clip`. The sum is divided by the expected size of a batch, since the
@@ -125,6 +126,17 @@ def poisson_sample(
             f"{len(chosen)} examples were drawn, for which {places} places are too few."
         )
     return chosen + [(*examples[0][:2], 0.0)] * (places - len(chosen))
+
+
+class PoissonSamples:
+    """The examples of all steps, one step's sample after the other, without end."""
+
+    def __init__(self, **options: Any):
+        self._options = options
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in itertools.count():
+            yield from poisson_sample(step, **self._options)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
@@ -196,33 +208,38 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             **program,
         )
         state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1))
-        name, reached = f"noise-{noise:.3f}", []
+        name = f"noise-{noise:.3f}"
         evaluation = rx.Evaluation(
             held_out,
-            collate_fn=collate_fn,
-            loss_fn=loss_fn,
             batch_size=places,
+            every_steps=20,
             predict_fn=predict_fn,
             metric_fn=metric_fn,
             predictions_directory=args.output and args.output / name,
         )
-        directory = args.checkpoints and args.checkpoints / name
-        # Store the accuracies so far beside the state.
-        if directory and rx.list_checkpoints(directory):
-            reached = rx.list_checkpoints(directory)[-1].extras["accuracies"]
-            state = rx.restore(directory, state)
-        rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
-        step = rx.jit_step(functools.partial(private_step, optimizer=optimizer, **rule))
-        for i in tqdm(range(int(state.step), num_steps), desc=name, disable=None):
-            sample = poisson_sample(
-                i, examples=train, rate=rate, places=places, seed=args.seed
-            )
-            state, _ = step(state, collate_fn(sample))
-            if (i + 1) % 20 == 0 or i + 1 == num_steps:
-                reached.append(evaluation(state)["eval/accuracy"])
-                if directory:
-                    rx.save(directory, state, extras={"accuracies": reached})
-        return reached
+        samples = PoissonSamples(
+            examples=train, rate=rate, places=places, seed=args.seed
+        )
+        checkpoints = None
+        if args.checkpoints:
+            checkpoints = rx.Checkpoints(args.checkpoints / name, every_steps=20)
+        # `fit` keeps the key of the noise and the place in the samples, so a run that
+        # is stopped and resumed draws neither twice.
+        _, history = rx.fit(
+            state,
+            rx.Stream(samples),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            batch_size=places,
+            num_steps=num_steps,
+            step_fn=functools.partial(
+                private_step, clip=clip, noise=noise, batch_size=args.batch_size
+            ),
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+        )
+        return history["eval/accuracy"]
 
     private, plain = accuracies(args.clip, noise), accuracies(1e9, 0.0)
     print(
