@@ -126,6 +126,16 @@ EXAMPLES = {
             "there: 1183"
         ),
     ),
+    "preference_tuning": Example(
+        {
+            "compiles": ("share of new answers that compile; before", ">= 0.85"),
+            "ranked right": (
+                "share of pairs, by reward; by likelihood before",
+                ">= 0.6",
+            ),
+            "margin": ("margin of the rewards; before", ">= 0.4"),
+        },
+    ),
     "text_to_text": Example(
         {
             "T5, ROUGE-2": ("ROUGE-2; the lead's", ">= 0.02"),

@@ -20,6 +20,7 @@ QUOTED = {
     "language_modeling.main": ("--quick --model /nowhere",),
     "lora.main": ("--quick --model /nowhere", f"--quick {NOWHERE}"),
     "meta_learning.main": (NOWHERE, "--ways 13", "--shots 100"),
+    "preference_tuning.main": ("--quick --model /nowhere", NOWHERE),
     "reinforcement_learning.ppo": (
         "--env NoSuch-v1",
         "--num-envs 6",
