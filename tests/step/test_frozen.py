@@ -136,7 +136,7 @@ def test_arrays_that_a_step_changes_are_taken_over_with_a_word() -> None:
 def test_a_step_takes_no_byte_more_than_one_that_donates_all(mesh: Any) -> None:
     state = adapted_state(rx.make_mesh(**mesh))
     step = train_step_of(state)
-    ours = rx.jit_step(step).lower(state, BATCH).compile().memory_analysis()
+    ours: Any = rx.jit_step(step).lower(state, BATCH).compile().memory_analysis()
     all_donated = jax.jit(step, donate_argnums=0).lower(state, BATCH).compile()
     theirs: Any = all_donated.memory_analysis()
 
