@@ -176,6 +176,11 @@ def test_other_metrics_for_another_shape_begin_a_row() -> None:
         (row["step"], [name for name in row if "by_" in name]) for row in history.rows
     ]
     assert rows == [(2, ["train/by_3"]), (5, ["train/by_4"]), (6, ["train/by_3"])]
+    last = history.rows[-1]
+    for row in history.rows:
+        # Of the steps of the row, without the batch that ended it.
+        expected = last["train/epoch"] * row["step"] / last["step"]
+        assert row["train/epoch"] == pytest.approx(expected)
 
 
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ class Training:
         Raises `TrainingInterrupted` if a signal comes first.
         """
         stop = 0
+        self._place = place  # in the examples, after the steps so far
         vote = Vote(self._mesh)
         began = time.perf_counter()
         for found in self.interrupt.end_early(places):
@@ -126,12 +127,13 @@ class Training:
             self._waited += time.perf_counter() - began
             if batch is not None:
                 self._step(batch, place)
+            self._place = place
             # With several processes, the answer is that of two steps ago, the same on
             # all of them, so nobody waits for it.
             (stop,) = vote(self.interrupt.signal) or (0,)
             now = due(self.plan, self.run, stop=stop != 0)
             if now.log:
-                self._log(place, None if stop else self.hook)
+                self._log(None if stop else self.hook)
                 # The hook may have ended the run.
                 now = due(self.plan, self.run, stop=stop != 0)
             if now.finish:
@@ -167,7 +169,7 @@ class Training:
             self.reporter.peak_seconds = program.peak_seconds
             if self._window is not None and first_change(self._window, program.window):
                 # The next metrics are others, so those until now get a row.
-                self._log(place, None)
+                self._log(None)
         window = self._window or program.window
         if self._window is None and self._in_flight:
             # A step before it may not have been finite.
@@ -188,14 +190,15 @@ class Training:
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
             jax.block_until_ready(self._window)
-            self._check_counted()
+            if not is_train_step(self.step_fn):
+                self._check_counted(window)
             self.reporter.start_clock(self.run.step - self._begin_of_window)
         self.reporter.bar.update()
 
-    def _check_counted(self) -> None:
+    def _check_counted(self, window: Window) -> None:
         """Raise `ValueError` if the user's step does not count itself."""
         found = step_of(self.state)
-        if found != self.run.step and jax.device_get(self._window.ok):
+        if found != self.run.step and jax.device_get(window.ok):
             raise ValueError(
                 f"step_fn: after one step, state.step is {found}, but must be "
                 f"{self.run.step}. Return a state with state.step + 1, once for each "
@@ -324,14 +327,14 @@ class Training:
                 error.__cause__ = cause
         return error
 
-    def _log(self, place: Place, hook: Hook | None) -> None:
+    def _log(self, hook: Hook | None) -> None:
         """End the window, unless it is empty. Its row is reported when its last step is
         finished. With a hook, the call waits for that step."""
         if self._window is None:
             return
         row = PendingRow(
             self.run.step,
-            place.epochs_done,
+            self._place.epochs_done,
             self._window,
             all_finite(self.state.params),
             self._waited,
