@@ -253,8 +253,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
             f"{len(train)} pairs for training and {len(test)} held-out ones, of at "
             f"most {length} tokens, do not suffice for --batch-size {args.batch_size}."
         )
+    compiled_before = None
     if not args.data:
-        right = share_right(model, tokenizer, rows[1], args, seed=args.seed + 2)
+        compiled_before = share_right(model, tokenizer, rows[1], args, args.seed + 2)
 
     batch = collate_fn(train[: args.batch_size])
     key = jax.random.key(args.seed + 2)
@@ -294,16 +295,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         checkpoints=args.checkpoints and args.checkpoints / "preferences",
         log_every=20,
     )
-    results = {
+    results: dict[str, tuple[Any, float]] = {
         "ranked right": (
             history["eval/ranked by reward"],
             before["ranked by likelihood"],
         ),
         "margin": (history["eval/margin"], before["margin"]),
     }
-    if not args.data:
-        after = share_right(state.model, tokenizer, rows[1], args, seed=args.seed + 2)
-        results["compiles"] = after, right
+    if compiled_before is not None:
+        after = share_right(state.model, tokenizer, rows[1], args, args.seed + 2)
+        results["compiles"] = after, compiled_before
     for name, (reached, first) in results.items():
         print(f"{name}: {np.ravel(reached)[-1]:.4f}, and {first:.4f} before")
     if args.output:
