@@ -1,13 +1,17 @@
 """`make_mesh`, `batch_sharding`, and the meshes that are refused."""
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+import redco_eqx as rx
 from redco_eqx import batch_sharding, make_mesh
 from redco_eqx._sharding import mesh as meshes
 from redco_eqx._sharding.mesh import AXES, check_mesh
@@ -120,6 +124,58 @@ def test_meshes_that_are_refused_are_so_with_the_fix(make, words, refuses):
     with pytest.raises(ValueError, match="mesh") as error:
         refuses(make())
     assert [word for word in words if word not in str(error.value)] == []
+
+
+# The axes of a mesh, and the names that they get.
+RENAMED = {
+    ("data", "model"): ("data", "tensor"),
+    ("model", "data"): ("tensor", "data"),
+    ("x", "tensor"): ("data", "tensor"),
+    ("mp", "dp", "fsdp"): ("tensor", "data", "fsdp"),
+    ("fsdp", "other"): ("fsdp", "data"),
+}
+MODEL = eqx.nn.MLP(16, 16, 32, depth=2, key=jax.random.key(0))
+REFUSE: dict[str, Callable[..., Any]] = {
+    "shard_rules": lambda mesh, **options: rx.shard_rules(MODEL, mesh, **options),
+    "explain": lambda mesh, **options: rx.explain(MODEL, mesh, **options),
+    "init_model": lambda mesh, **options: rx.init_model(
+        lambda key: MODEL, mesh, key=jax.random.key(0), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("axes", RENAMED, ids="-".join)
+@pytest.mark.parametrize("function", REFUSE)
+def test_an_axis_along_which_all_would_be_copied_is_refused_with_the_fix(
+    function: str, axes: tuple[str, ...]
+):
+    mesh = own_mesh((2,) * len(axes), axes)
+    with pytest.raises(ValueError, match="is none of") as error:
+        REFUSE[function](mesh)
+    (line,) = re.findall(r"Use (jax\.sharding\.Mesh\(.*?\)\))\.", str(error.value))
+    fixed = eval(line)
+    assert fixed.axis_names == RENAMED[axes]
+    assert (fixed.devices == mesh.devices).all()
+    rx.shard_rules(MODEL, fixed)
+
+
+def test_more_axes_than_there_are_names_cannot_all_be_renamed():
+    mesh = own_mesh((2, 2, 2, 1), ("pipe", "table", "tensor", "data"))
+    with pytest.raises(ValueError, match=r"Use a mesh of at most the axes \('data'"):
+        rx.shard_rules(MODEL, mesh)
+
+
+@pytest.mark.parametrize("function", REFUSE)
+def test_an_axis_of_ones_own_is_taken_if_an_override_names_it(function: str):
+    mesh = own_mesh((2, 2, 2), ("data", "tensor", "table"))
+    with pytest.raises(ValueError, match=r"mesh axis 'table' of size 2"):
+        REFUSE[function](mesh, overrides=[("layers.0.weight", P("tensor"))])
+    REFUSE[function](mesh, overrides=[("layers.0.weight", P("tensor", "table"))])
+
+
+def test_an_axis_of_one_device_may_have_any_name():
+    mesh = own_mesh((2, 4, 1), ("data", "tensor", "table"))
+    assert rx.shard_rules(MODEL, mesh).layers[0].weight.spec == P("tensor")
 
 
 @pytest.mark.parametrize(

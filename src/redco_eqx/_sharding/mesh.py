@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -139,9 +139,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     if not any(axis in mesh.shape for axis in AXES):
         raise ValueError(
             f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is "
-            "needed. Use "
-            'jax.sharding.Mesh(mesh.devices, ("data", "tensor")), with such a name for '
-            "each of your axes."
+            f"needed. Use {_with_known_names(mesh)}, with such a name for each of your "
+            "axes."
         )
     types = zip(mesh.axis_names, mesh.axis_types)
     explicit = [axis for axis, kind in types if kind != AxisType.Auto]
@@ -152,6 +151,49 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
             "layouts. Use jax.sharding.Mesh(mesh.devices, mesh.axis_names), or "
             "axis_types=(AxisType.Auto,) * number_of_axes."
         )
+
+
+def check_axis_names(
+    where: str, mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec]
+) -> None:
+    """Raise `ValueError` if the mesh has an axis with several devices that is neither
+    one of `AXES` nor in one of the specs: every array would be whole on each device
+    along it.
+    """
+    known = {*AXES, *(axis for spec in specs for axis in axes_of(spec))}
+    foreign = [
+        axis for axis, size in mesh.shape.items() if size > 1 and axis not in known
+    ]
+    if foreign:
+        axis = foreign[0]
+        raise ValueError(
+            f"{where}: mesh axis {axis!r} of size {mesh.shape[axis]} is none of "
+            f"{AXES}, and no array is split over it, so each would be copied along it. "
+            f"Use {_with_known_names(mesh)}. If the axis has a purpose of its own, "
+            f"name it in overrides: [(pattern, PartitionSpec({axis!r}))]."
+        )
+
+
+FOR_TENSOR = ("model", "mp", "tp", "mdl")
+"""Common names for the axis that is `tensor` here."""
+
+
+def _with_known_names(mesh: Mesh | AbstractMesh) -> str:
+    """The line of code that gives the axes of this mesh names of `AXES`, and makes them
+    Auto."""
+    free = [axis for axis in ("data", "tensor", "fsdp") if axis not in mesh.shape]
+    foreign = [axis for axis in mesh.axis_names if axis not in AXES]
+    if len(foreign) > len(free):
+        return f"a mesh of at most the axes {AXES}, as by make_mesh"
+    names = {axis: axis for axis in mesh.axis_names}
+    # Those whose names tell what they are for come first.
+    for axis in sorted(foreign, key=lambda axis: axis not in FOR_TENSOR):
+        new = "tensor" if axis in FOR_TENSOR and "tensor" in free else free[0]
+        free.remove(new)
+        names[axis] = new
+    quoted = ", ".join(f'"{axis}"' for axis in names.values())
+    comma = "," if len(names) == 1 else ""
+    return f"jax.sharding.Mesh(mesh.devices, ({quoted}{comma}))"
 
 
 def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:

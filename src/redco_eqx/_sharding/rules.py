@@ -25,6 +25,7 @@ from redco_eqx._sharding.mesh import (
     ShardingWarning,
     axes_of,
     axis_size,
+    check_axis_names,
     check_mesh,
     in_own_context,
     misfit,
@@ -107,11 +108,12 @@ def shard_rules(
 
     **Raises:**
 
-    `ValueError` in these cases: an axis of the mesh is not Auto; an override matches
-    nothing, names an axis that the mesh does not have, repeats one, has more dims than
-    the array, or does not divide it; only one of `loss_fn` and `batch` is given, or
-    they do not run on abstract arrays; a function in the model holds an array (in a
-    closure, for example).
+    `ValueError` in these cases: an axis of the mesh is not Auto; an axis with several
+    devices is none of `data`, `fsdp` and `tensor`, and no override names it; an
+    override matches nothing, names an axis that the mesh does not have, repeats one,
+    has more dims than the array, or does not divide it; only one of `loss_fn` and
+    `batch` is given, or they do not run on abstract arrays; a function in the model
+    holds an array (in a closure, for example).
 
     Warns with `ShardingWarning` if names do not give the order of several square
     matrices, so that the path rules used the order of the fields. It also warns, once,
@@ -387,6 +389,7 @@ def match_overrides(
                     f"{path}, {describe(arrays[path])}: {problem}"
                 )
             chosen.setdefault(path, (pattern, spec))
+    check_axis_names("shard_rules", mesh, [spec for _, spec in overrides])
     return chosen
 
 
