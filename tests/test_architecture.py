@@ -192,6 +192,7 @@ LOADED = [
     "_base.captured",
     "_base.compiler",
     "_base.jaxprs",
+    "_base.pairs",
     "_base.protocols",
     "_base.rewriting",
     "_base.tree",

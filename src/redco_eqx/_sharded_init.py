@@ -27,13 +27,13 @@ from redco_eqx._base.jaxprs import (
     shape_of,
     type_of,
 )
+from redco_eqx._base.pairs import is_pair
 from redco_eqx._base.protocols import Key, as_key, check_functions
 from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, check_arguments, shard_rules
 from redco_eqx._step.buffers import check_apart
-from redco_eqx._step.state import is_pair
 
 # Splitting up a traced program: small values are computed in order, and the rest leaf
 # by leaf.

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from redco_eqx._base.jaxprs import body
+from redco_eqx._base.pairs import pair_hint
 from redco_eqx._base.protocols import Mean, SplitActivations, check_takes_model
 from redco_eqx._base.tree import is_array, to_arrays
 
@@ -113,13 +114,15 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         line = str(error).strip().partition("\n")[0]
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in rows[:4])
         others = ", ..." if len(rows) > 4 else ""
-        raise ValueError(
-            "shard_rules: loss_fn(model, batch, key) could not be traced: "
-            f"{type(error).__name__}: {line} It was called with abstract arrays: a "
-            f"batch of {shapes}{others}. "
+        remedy = pair_hint(error, model) or (
             "Pass a batch that fits it, and use no Python branches and no NumPy "
             "functions on arrays; or pass neither loss_fn nor batch: then the path "
             "rules decide, by names and shapes."
+        )
+        raise ValueError(
+            "shard_rules: loss_fn(model, batch, key) could not be traced: "
+            f"{type(error).__name__}: {line} It was called with abstract arrays: a "
+            f"batch of {shapes}{others}. {remedy}"
         ) from error
     jaxpr = body(closed)
     trained: list[int | None] = [None] * len(arrays)

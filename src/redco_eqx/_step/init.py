@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from redco_eqx._base.captured import check_captured
+from redco_eqx._base.pairs import is_pair
 from redco_eqx._base.protocols import Key, as_key
 from redco_eqx._base.tree import (
     buffer_paths,
@@ -30,7 +31,7 @@ from redco_eqx._sharding.mesh import (
 )
 from redco_eqx._step.buffers import check_buffers
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
-from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
+from redco_eqx._step.state import Structure, TrainState, check_static
 
 
 @in_own_context

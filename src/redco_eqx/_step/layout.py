@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.pairs import is_pair
 from redco_eqx._base.protocols import Batch
 from redco_eqx._base.tree import describe, first_few, leaves_with_paths, to_paths
 from redco_eqx._base.warn import warn
@@ -20,7 +21,7 @@ from redco_eqx._sharding.mesh import (
     num_batch_shards,
     traced_mesh,
 )
-from redco_eqx._step.state import TrainState, is_pair
+from redco_eqx._step.state import TrainState
 
 # The layout that a step follows.
 

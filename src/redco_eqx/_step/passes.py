@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from redco_eqx._base.jaxprs import Operand, Program, trace
+from redco_eqx._base.pairs import noting_pairs
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import first_few
 from redco_eqx._base.warn import warn
@@ -39,7 +40,8 @@ def on_arrays(
 
     def run(params: Any, frozen: Any, model_state: Any, batch: Batch, key: Key) -> Any:
         model = dataclasses.replace(state, frozen=frozen).build(params, model_state)
-        return use(model, batch, key)
+        with noting_pairs(lambda: model):
+            return use(model, batch, key)
 
     return run
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
+from redco_eqx._base.pairs import is_pair
 from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import (
     AnyArray,
@@ -454,12 +455,3 @@ def check_alive(state: TrainState) -> None:
                 f"state: its array {path} {lack}. Use what the step or fit returned, "
                 "or pass it a copy, jax.tree.map(jnp.copy, state)."
             )
-
-
-def is_pair(model: Any) -> bool:
-    """True for a pair from `eqx.nn.make_with_state`: a model and its `eqx.nn.State`."""
-    return (
-        isinstance(model, tuple)
-        and len(model) == 2
-        and isinstance(model[1], eqx.nn.State)
-    )

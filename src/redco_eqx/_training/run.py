@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
+from redco_eqx._base.pairs import noting_pairs
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._base.warn import warn
@@ -387,7 +388,7 @@ class Training:
         return True
 
     def _call(self, hook: Hook, row: Mapping[str, float], run: RunRecord) -> RunRecord:
-        with self.reporter.paused():
+        with self.reporter.paused(), noting_pairs(lambda: self.state.model):
             run = apply_hook(hook, run, row, self.state)
         self.watchdog.beat()
         return run
