@@ -279,6 +279,11 @@ for how, stream in STREAMS.items():
         raised(ValueError, rx.save, directory / "apart", apart)
     )
 
+# Saved by the clock of process 0: both save after the same steps.
+checkpoints = rx.Checkpoints(directory / "often", every_minutes=1e-9, keep_last=None)
+run(MESHES["data"], STREAMS["whole"], num_steps=7, checkpoints=checkpoints)
+results["often"] = [info.step for info in rx.list_checkpoints(directory / "often")]
+
 calls = []
 
 

@@ -4,10 +4,12 @@ lost."""
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
 import signal
+import time
 from typing import Any
 
 import equinox as eqx
@@ -387,8 +389,54 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 # What is kept
 
 
+OFTEN = 1e-9  # minutes, less than a step
+INTERVALS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "often": ({"every_minutes": OFTEN}, [1, 2, 3, 4, 5, 6, 7]),
+    "seldom": ({"every_minutes": 60}, [7]),
+    "a whole number": ({"every_minutes": 10**6}, [7]),
+    "seldom, and by steps": ({"every_minutes": 60.0, "every_steps": 3}, [3, 6, 7]),
+    "by steps": ({"every_steps": 3}, [3, 6, 7]),
+    "by epochs": ({}, [5, 7]),
+}
+
+
+@pytest.mark.parametrize("kind", INTERVALS)
+def test_when_a_run_is_saved(kind: str, tmp_path: pathlib.Path) -> None:
+    """An epoch has five steps."""
+    options, expected = INTERVALS[kind]
+    checkpoints = rx.Checkpoints(tmp_path, keep_last=None, **options)
+    counted(num_steps=7, checkpoints=checkpoints)
+    assert [info.step for info in rx.list_checkpoints(tmp_path)] == expected
+
+
+def test_time_counts_from_the_last_save(tmp_path: pathlib.Path) -> None:
+    """An interval of 0.3 seconds, and steps of 0.2: every second step is saved."""
+    checkpoints = rx.Checkpoints(tmp_path, keep_last=None, every_minutes=0.3 / 60)
+
+    def slow(examples: Any) -> Any:
+        time.sleep(0.2)
+        return Collate()(examples)
+
+    counted(num_steps=9, checkpoints=checkpoints, collate_fn=slow)
+    found = [info.step for info in rx.list_checkpoints(tmp_path)]
+    # A busy machine takes longer for a step, and then saves more often.
+    assert found[-1] == 9
+    assert all(second - first <= 2 for first, second in itertools.pairwise(found))
+    assert len(found) < 9
+
+
 @pytest.mark.parametrize(
-    ("name", "number"), [("every_steps", 0), ("every_steps", -1), ("keep_last", 0)]
+    ("name", "number"),
+    [
+        ("every_steps", 0),
+        ("every_steps", -1),
+        ("every_minutes", 0),
+        ("every_minutes", -1.5),
+        ("every_minutes", float("nan")),
+        ("every_minutes", float("inf")),
+        ("every_minutes", True),
+        ("keep_last", 0),
+    ],
 )
 def test_numbers_that_cannot_be(name: str, number: int) -> None:
     options: Any = {name: number}

@@ -223,6 +223,12 @@ def test_a_run_on_a_stream_with_another_number_of_processes(
     made.close()
 
 
+def test_process_0_says_when_time_has_passed(results: list[Any]) -> None:
+    """It is always time. Its word reaches both two steps later."""
+    for result in results:
+        assert result["often"] == [3, 4, 5, 6, 7]
+
+
 # The hook
 
 

@@ -354,10 +354,10 @@ class Checkpoints:
     """Settings for checkpoints: their directory, when [`fit`][] saves, and which
     checkpoints it keeps. In your own loop, call `open`.
 
-    `fit` saves in the background every `every_steps` steps, at the end of the run, and
-    when a signal ends it. Without `every_steps`, it saves after each epoch. An
-    evaluation at the same step comes before the save, and its results are part of the
-    checkpoint.
+    `fit` saves in the background every `every_steps` steps, every `every_minutes`
+    minutes, at the end of the run, and when a signal ends it. Without both intervals,
+    it saves after each epoch. An evaluation at the same step comes before the save, and
+    its results are part of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints(
@@ -376,8 +376,10 @@ class Checkpoints:
     - `directory`: the directory of this run, which all processes must see. If it
         already has checkpoints, `fit` continues from the newest, provided that their
         run began with the same key, parameters and examples. `~` is the home directory.
-    - `every_steps`: the number of steps between two saves. Without it, `fit` saves
-        after each epoch.
+    - `every_steps`: the number of steps between two saves.
+    - `every_minutes`: the number of minutes after which the next step is followed by a
+        save, counted from the last save by the clock of process 0. With multiple
+        processes, all save two steps later, after the same step. Fractions are allowed.
     - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, one is
         left if the newest is damaged. Checkpoints of other runs (see
         `RunRecord.begin`), and of later steps than the newest, are not removed.
@@ -398,6 +400,7 @@ class Checkpoints:
     directory: str | os.PathLike[str] = dataclasses.field(repr=False)
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
+    every_minutes: int | float | None = None
     keep_last: int | None = 2
     keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(
         default_factory=dict
@@ -409,6 +412,13 @@ class Checkpoints:
         check_positive(
             "Checkpoints", every_steps=self.every_steps, keep_last=self.keep_last
         )
+        minutes = self.every_minutes
+        is_number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+        if minutes is not None and not (is_number and 0 < minutes < math.inf):
+            raise ValueError(
+                f"Checkpoints: every_minutes={minutes!r}, but it must be a positive "
+                "number."
+            )
         best = self.keep_best
         are_modes = isinstance(best, Mapping) and all(
             mode in ("min", "max") for mode in best.values()

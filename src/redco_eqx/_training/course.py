@@ -29,6 +29,10 @@ from redco_eqx._training.loggers import History
 
 T = TypeVar("T")
 
+AT_END = sys.maxsize
+"""An interval that is longer than any run."""
+
+
 # The things that are due at a step, as a pure function of the plan and the run so far.
 
 
@@ -39,8 +43,8 @@ class Plan:
     - `num_epochs`, `num_steps`: the length of the run. Exactly one of them is given.
     - `log_every`: the number of steps that a row of the log covers.
     - `evaluate`, `save`: the number of steps between two evaluations or saves; 0 for
-        one after each epoch, `None` for none. Unless it is `None`, there is also one at
-        the end of the run.
+        one after each epoch, `AT_END` for no more than the one at the end, `None` for
+        none. Unless it is `None`, there is also one at the end of the run.
 
     Raises `ValueError` for numbers that cannot be used.
     """
@@ -99,7 +103,9 @@ class Due:
     finish: bool
 
 
-def due(plan: Plan, run: RunRecord, *, stop: bool = False) -> Due:
+def due(
+    plan: Plan, run: RunRecord, *, stop: bool = False, is_late: bool = False
+) -> Due:
     """List the things that are due at the current step of a run: after the step, or
     when the run resumes.
 
@@ -110,6 +116,8 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False) -> Due:
     - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The
         checkpoint includes the metrics that are not logged yet. A run that does not
         save logs them instead.
+    - `is_late`: true if so much time has passed since the last save that another one is
+        due.
     """
     is_end = run.stopped or (
         plan.num_steps is not None and run.num_steps >= plan.num_steps
@@ -117,7 +125,9 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False) -> Due:
     is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
     evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
     evaluate = evaluate and not stop and not run.is_evaluated
-    save = plan.save is not None and (is_end or stop or _is_due(plan.save, run))
+    save = plan.save is not None and (
+        is_end or stop or is_late or _is_due(plan.save, run)
+    )
     log = (
         not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
     )

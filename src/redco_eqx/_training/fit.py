@@ -40,7 +40,7 @@ from redco_eqx._step.state import (
 )
 from redco_eqx._step.steps import JittedStep, train_step
 from redco_eqx._step.window import TrainStepFn
-from redco_eqx._training.course import Hook, InterruptFlag, Plan
+from redco_eqx._training.course import AT_END, Hook, InterruptFlag, Plan
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
@@ -195,7 +195,7 @@ def fit(
         num_steps=num_steps,
         log_every=log_every,
         evaluate=evaluation and (evaluation.every_steps or 0),
-        save=saver and (saver.config.every_steps or 0),
+        save=None if saver is None else _save_interval(saver.config),
     )
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
     check_whole("fit", batch_size=batch_size)
@@ -281,6 +281,13 @@ def _saver(checkpoints: Any) -> "Saver":
     from redco_eqx._training.saving import Saver
 
     return Saver(checkpoints)
+
+
+def _save_interval(config: "Checkpoints") -> int:
+    """The number of steps between two saves, as in `Plan`."""
+    if config.every_steps is not None:
+        return config.every_steps
+    return 0 if config.every_minutes is None else AT_END
 
 
 def _check_kind(

@@ -129,19 +129,20 @@ class Training:
             if batch is not None:
                 self._step(batch, place)
             self._place = place
+            is_late = self.saver is not None and self.saver.is_late()
             # With several processes, the answer is that of two steps ago, the same on
             # all of them, so nobody waits for it.
-            (stop,) = vote(self.interrupt.signal) or (0,)
-            now = due(self.plan, self.run, stop=stop != 0)
+            stop, late = vote(self.interrupt.signal, int(is_late)) or (0, 0)
+            now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
             if now.log:
                 self._log(None if stop else self.hook)
                 # The hook may have ended the run.
-                now = due(self.plan, self.run, stop=stop != 0)
+                now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
             if now.finish:
                 self._catch_up()
             if self.evaluation is not None and now.evaluate:
                 stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
-                now = due(self.plan, self.run, stop=stop != 0)
+                now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
             if self.saver is not None and (now.save or self.saver.is_best(self.run)):
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 import secrets
+import time
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ class Saver:
         self.directory = local(self.config.directory)
         check_is_file("fit: the history of the run", self.directory / HISTORY)
         self._saved: tuple[int, int, bool] | None = None
+        self._time_of_last = time.monotonic()
         self.path: pathlib.Path | None = None
 
     def __enter__(self) -> "Saver":
@@ -189,7 +191,21 @@ class Saver:
         last = run.evaluations[-1] if run.is_evaluated else {}
         metrics = {name: x for name, x in last.items() if name != "step"}
         self.path = self._writer.save(state, metrics=metrics, run=run)
+        self._time_of_last = time.monotonic()
         self._saved = _saved(run)
+
+    def is_late(self) -> bool:
+        """Return true on process 0 if `every_minutes` have passed since the last save,
+        or since this was last true. The other processes follow it."""
+        minutes = self.config.every_minutes
+        if minutes is None or jax.process_index() != 0:
+            return False
+        now = time.monotonic()
+        if now - self._time_of_last < 60 * minutes:
+            return False
+        # The save follows a few steps later. Until then, it is not asked for again.
+        self._time_of_last = now
+        return True
 
     def check(self) -> None:
         """Raise `CheckpointError` if a save has failed. With multiple processes, the
