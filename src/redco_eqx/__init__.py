@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from redco_eqx._training.fit import num_train_steps as num_train_steps
     from redco_eqx._training.loggers import ConsoleLogger as ConsoleLogger
     from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
+    from redco_eqx._training.tensorboard import TensorBoardLogger as TensorBoardLogger
 
 # A name is imported when it is first used, so that a program loads only the modules
 # that it needs (https://scientific-python.org/specs/spec-0001). Type checkers and
@@ -74,6 +75,7 @@ _NAMES_IN = {
     "_training.evaluation": ("Evaluation", "evaluate", "predict"),
     "_training.fit": ("fit", "num_train_steps"),
     "_training.loggers": ("ConsoleLogger", "JSONLLogger"),
+    "_training.tensorboard": ("TensorBoardLogger",),
 }
 _HOME_OF = {name: home for home, names in _NAMES_IN.items() for name in names}
 
