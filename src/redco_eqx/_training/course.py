@@ -220,10 +220,11 @@ class NonFiniteError(ArithmeticError):
     parameters. `fit` detects this at the next row of the log. No good state is left
     then, and `state` has these parameters.
 
-    The message names a NaN in the batch (with many processes, only on the process that
-    has that row). Under `jax_debug_nans`, the error comes from a `FloatingPointError`
-    at the line of `loss_fn`, or the message names the metric that is not finite, or the
-    parameter with such a gradient.
+    The message names a NaN in the batch, and an id or label that is outside the table
+    that it indexes (with many processes, only on the process that has that row). Under
+    `jax_debug_nans`, the error comes from a `FloatingPointError` at the line of
+    `loss_fn`, or the message names the metric that is not finite, or the parameter with
+    such a gradient.
     """
 
     state: TrainState

@@ -307,7 +307,7 @@ class Training:
         )
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
-        from redco_eqx._step.nonfinite import find_nan, find_nonfinite
+        from redco_eqx._step.nonfinite import find_nan, find_nonfinite, find_outside
 
         finite = {path: all_finite({path: x}) for path, x in self.state.params.items()}
         bad = [
@@ -318,15 +318,18 @@ class Training:
         )
         if bad:
             return error
+        nan = None
         with contextlib.suppress(Exception):
             # An error here would hide the one to explain.
-            error.where = find_nan(batch)
-        if error.where is None and _is_debugging():
+            nan = find_nan(batch)
+            error.where = nan or find_outside(self.state, batch, loss_fn=self.loss_fn)
+        if nan is None and _is_debugging():
             try:
-                error.where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
+                found = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
             except FloatingPointError as cause:
-                error.where = str(cause)
+                found = str(cause)
                 error.__cause__ = cause
+            error.where = error.where or found
         return error
 
     def _log(self, hook: Hook | None) -> None:
