@@ -61,9 +61,13 @@ def signatures(texts: list[str]) -> list[dict[str, str]]:
     ]
 
 
-def read_records(path: str) -> tuple[list[Any], list[Any]]:
-    """Read the rows of an Alpaca-style file. Raises `ValueError` if a row is
-    incomplete."""
+def read_records(
+    path: str,
+    fields: frozenset[str] = frozenset({"instruction", "output"}),
+    form: str = "instruction, output and perhaps input",
+) -> tuple[list[Any], list[Any]]:
+    """Read the rows of an Alpaca-style file. Raises `ValueError`, which gives the
+    `form` of a row in words, if a row lacks one of the `fields`."""
     try:
         rows = json.loads(pathlib.Path(path).read_text("utf-8"))
     except json.JSONDecodeError as error:
@@ -73,11 +77,8 @@ def read_records(path: str) -> tuple[list[Any], list[Any]]:
             f"{path}: a list of objects was expected, not {type(rows).__name__}."
         )
     for i, row in enumerate(rows):
-        if not isinstance(row, dict) or not {"instruction", "output"} <= row.keys():
-            raise ValueError(
-                f"{path}: row {i} needs instruction, output and perhaps input; it is "
-                f"{row!r:.80}"
-            )
+        if not isinstance(row, dict) or not fields <= row.keys():
+            raise ValueError(f"{path}: row {i} needs {form}; it is {row!r:.80}")
     return hold_out(rows)
 
 

@@ -14,7 +14,6 @@ so no second copy of the weights is needed.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -181,18 +180,6 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return -jnp.mean(jax.nn.log_sigmoid(reward)), metrics
 
 
-def read_pairs(path: str) -> tuple[list[Any], list[Any]]:
-    """Read pairs from a file. Raises `ValueError` if one is incomplete."""
-    rows = json.loads(pathlib.Path(path).read_text("utf-8"))
-    for i, row in enumerate(rows):
-        if not {"instruction", "chosen", "rejected"} <= row.keys():
-            raise ValueError(
-                f"{path}: row {i} needs instruction, chosen and rejected; it is "
-                f"{row!r:.80}"
-            )
-    return code_data.hold_out(rows)
-
-
 def base(args: Any, mesh: Any) -> tuple[Any, Any, list[list[dict[str, str]]]]:
     """Return the model to start from, its tokenizer, and the rows to write answers for:
     training rows, and held-out ones, whose prompts have at most `args.length` tokens.
@@ -239,7 +226,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         "--max-new-tokens", type=int, default=32, help="tokens of an answer"
     )
     args, mesh = common.start(parser, argv)
-    given = args.data and read_pairs(args.data)
+    given = args.data and code_data.read_records(
+        args.data,
+        frozenset({"instruction", "chosen", "rejected"}),
+        "instruction, chosen and rejected",
+    )
     model, tokenizer, rows = base(args, mesh)
     train_pairs, test_pairs = given or [
         make_pairs(model, tokenizer, part, args, seed=args.seed + i)

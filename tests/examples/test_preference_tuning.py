@@ -118,6 +118,7 @@ def test_the_reference_gets_no_gradient():
     found = eqx.filter_grad(loss_of)(policy)
     expected = eqx.filter_grad(loss_against_a_copy)(policy)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        # Float32. Some gradients are zero but for rounding.
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8)
 
 
