@@ -69,7 +69,7 @@ def test_the_core_requires_what_it_says_and_knows_nothing_of_the_models() -> Non
         "tqdm",
         "scipy",
     }
-    assert declared("redco_eqx") - required == {"orbax-checkpoint"}
+    assert declared("redco_eqx") - required == {"orbax-checkpoint", "tensorboardx"}
 
 
 @pytest.mark.parametrize("name", HOMES)

@@ -57,7 +57,7 @@ def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match="pip install tensorboardX"):
+    with pytest.raises(ImportError, match=r"pip install \"redco_eqx\[tensorboard\]\""):
         TensorBoardLogger(tmp_path)
 
 

@@ -10,7 +10,7 @@ from redco_eqx._paths import local_path
 
 class TensorBoardLogger:
     """Writes each row as TensorBoard scalars, with tensorboardX
-    (`pip install tensorboardX`).
+    (`pip install "redco_eqx[tensorboard]"`).
 
     If a run of `fit` continues after a crash, TensorBoard hides the rows that come
     again. Each row goes to the file at once.
@@ -34,7 +34,8 @@ class TensorBoardLogger:
             import tensorboardX.event_file_writer  # noqa: F401
         except ImportError as error:
             raise ImportError(
-                "TensorBoardLogger needs tensorboardX: pip install tensorboardX"
+                "TensorBoardLogger needs tensorboardX: pip install "
+                '"redco_eqx[tensorboard]"'
             ) from error
         self._directory = local_path("TensorBoardLogger: directory", directory)
         if self._directory.exists() and not self._directory.is_dir():
