@@ -51,7 +51,7 @@ WORSE = {
 }
 # Borders of fused weights that are crossed, a cell whose bound splits nothing, columns
 # gathered for a solve, factors of low rank that the bound splits, a width that does not
-# divide, rows sorted across the batch.
+# divide, rows sorted across the batch, the last of an odd chain.
 FAR = {
     "gpt2",
     "gate_fused",
@@ -60,6 +60,7 @@ FAR = {
     "solve_of_rows",
     "lora",
     "mlp_3_indivisible",
+    "squares_inp_mid_fin",
 }
 FAR |= {"experts_of_rows"}
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
 
 import redco_eqx as rx
+from redco_eqx._sharding import matrices
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 TENSOR, WHOLE = 4, P()
@@ -382,11 +383,14 @@ def test_numbers_in_names_are_an_order():
 GUESSES = [
     "w1 w2 w3 w4",
     "a b c d",
-    "left middle right",
+    "a b c d e",
+    "r k v g cr o",
     "linear1 linear2 linear3 linear4",
     "x_gate x_main",
 ]
 KNOWN = [
+    "a b",
+    "left middle right",
     "q k v o",
     "to_q to_k to_v to_out",
     "conv1 conv2",
@@ -410,8 +414,99 @@ def test_square_matrices_under_names_that_say_nothing_are_a_guess_and_said_to_be
         messages = warned(model, mesh)
         assert len(messages) == (names in GUESSES), names
         for message in messages:
-            assert all(f"layers.{name}.weight" in message for name in names.split())
+            listed = names.split()[:5]
+            assert all(f"layers.{name}.weight" in message for name in listed)
             assert "Pass loss_fn and batch" in message
+
+
+def stacked(num_in, num_out, num=8):
+    return abstract(
+        lambda key: stack(lambda k: eqx.nn.MLP(num_in, num_out, 64, 2, key=k), key, num)
+    )
+
+
+# A model, the array that the path rules cannot place, and a piece of the reason.
+UNPLACED = {
+    "raw arrays": (
+        {"p": {"w": shaped(512, 128), "a": shaped(8, 128), "b": shaped(512, 8)}},
+        "p.w",
+        "no rule matches it",
+    ),
+    "grouped convolution": (
+        {"up": linear(64, 128), "conv": {"weight": shaped(1024, 1, 7)}},
+        "conv.weight",
+        "no rule matches it",
+    ),
+    "fused in one dim": (
+        {"qkv": linear(64, 192), "proj": linear(64, 64)},
+        "qkv.weight",
+        "an even split crosses their borders",
+    ),
+    "without a partner": (
+        {"inp": linear(64, 552), "out": linear(128, 64)},
+        "inp.weight",
+        "alone: its output is gathered",
+    ),
+    "ensemble": (
+        {"critics": stacked(8, 1)},
+        "critics.layers.1.weight",
+        "its 8 copies may be an ensemble",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNPLACED)
+def test_what_names_and_shapes_do_not_tell_is_said(name):
+    model, path, reason = UNPLACED[name]
+    (message,) = warned(model, abstract_mesh(tensor=4))
+    (line,) = [x for x in message.splitlines() if x.startswith(f"  {path}: ")]
+    assert reason in line
+    assert "Pass loss_fn and batch" in message
+    assert warned(model, abstract_mesh(fsdp=4)) == []
+    assert warned(model, abstract_mesh(tensor=4), overrides=[("*", P())]) == []
+
+
+PLACED = {
+    "query, key and value apart": dict.fromkeys("qkvo", linear(64, 64)),
+    "layers": stacked(64, 64),
+    "too few members to split": stacked(8, 1, num=6),
+    "one matrix": linear(64, 128),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_nothing_is_said_of_what_they_tell(name):
+    assert warned(PLACED[name], abstract_mesh(tensor=4)) == []
+
+
+def test_the_only_matrix_that_can_be_an_output_projection_is_one():
+    """As in windowed attention with a name of its own for it."""
+    model = {"qkv": linear(64, 192), "pr": linear(64, 64)}
+    decisions = decide(model, abstract_mesh(tensor=4))
+    assert decisions["qkv.weight"].spec == P("tensor")
+    assert decisions["pr.weight"].spec == P(None, "tensor")
+
+
+def test_what_a_matrix_feeds_by_its_whole_width_comes_before_half_of_it():
+    """As in a state-space layer with its projections apart: z and u are no gate of the
+    projections that read the same input."""
+    model = {
+        "z": linear(128, 256),
+        "u": linear(128, 256),
+        "bc": linear(128, 32),
+        "dt": linear(128, 8),
+        "out": linear(256, 128),
+    }
+    fields = type(
+        "Apart", (eqx.Module,), {"__annotations__": dict.fromkeys(model, Any)}
+    )
+    decisions = decide(fields(**model), abstract_mesh(tensor=4))
+    for name, spec in {
+        "z": P("tensor"),
+        "u": P("tensor"),
+        "out": P(None, "tensor"),
+    }.items():
+        assert decisions[f"{name}.weight"].spec == spec
 
 
 # The last is split by rows.
@@ -424,10 +519,36 @@ FUSED = [
 ]
 LAST = [
     "g phi theta o",
-    "left right merge",
+    "a b c d e",
     "q k v o",
     "query_proj key_proj value_proj output_proj",
 ]
+
+
+LISTS_OF_NAMES = [
+    (listed, name)
+    for listed in ("LAST_NAMES", "PARALLEL_WORDS")
+    for name in getattr(matrices, listed)
+]
+
+
+@pytest.mark.parametrize(("listed", "name"), LISTS_OF_NAMES)
+def test_each_name_that_decides_about_squares_is_needed_by_the_zoo(
+    listed, name, monkeypatch
+):
+    others = tuple(x for x in getattr(matrices, listed) if x != name)
+    monkeypatch.setattr(matrices, listed, others)
+    mesh = abstract_mesh(data=2, tensor=TENSOR)
+    moved = [
+        entry.name
+        for entry in ZOO
+        if entry.name not in BY_PROGRAM_ALONE
+        and unlike(
+            {path: d.spec for path, d in decide(abstract(entry.make), mesh).items()},
+            goldens(entry),
+        )
+    ]
+    assert moved, f"no entry of the zoo needs {name!r} in {listed}"
 
 
 def test_names_of_matrices_say_which_are_split_by_columns_and_which_by_rows():

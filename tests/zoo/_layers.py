@@ -15,7 +15,7 @@ norm = partial(eqx.nn.LayerNorm, D)
 rms_norm = partial(eqx.nn.RMSNorm, D, use_bias=False)
 
 
-def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
+def named(key: Any, /, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
     """A Linear under each name, of so many inputs and outputs."""
     keys = jax.random.split(key, len(sizes))
     return {

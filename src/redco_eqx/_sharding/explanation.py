@@ -31,8 +31,8 @@ class Decision:
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: the reason in words.
     - `bytes_per_device`: the size of one shard.
-    - `is_guess`: true if the path rules knew only the order of square matrices, which
-        may be wrong.
+    - `is_guess`: true if the path rules decided, but names and shapes do not tell how
+        the program uses the array. Another layout may send several times less.
     """
 
     path: str

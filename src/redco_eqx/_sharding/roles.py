@@ -36,7 +36,8 @@ class Role:
     - `dim`: the dim that is split, or `None`.
     - `stack`: the number of leading dims that count stacked layers. No axis may split
         these.
-    - `is_guess`: true if only the order of fields decided, which may be wrong.
+    - `is_guess`: true if names and shapes do not tell how the program uses the array.
+        Another layout may send several times less.
     """
 
     name: str
@@ -69,6 +70,10 @@ _KV_HEADS = (
 )
 
 
+# Names that fused matrices have in an attention alone.
+_FUSED_ALONE = "qkv|query_key_value"
+
+
 def find_attention(
     scope: Node, matrices: list[Matrix]
 ) -> tuple[list[Matrix], Matrix] | None:
@@ -85,7 +90,7 @@ def find_attention(
     queries = with_name("q|query|queries")
     keys = with_name("k|key|keys")
     values = with_name("v|value|values")
-    fused = with_name("qkv|query_key_value|attn|in")
+    fused = with_name(f"{_FUSED_ALONE}|attn|in")
     if len(queries) == len(keys) == len(values) == 1:
         inputs = [*queries, *keys, *values]
         query, key, value = inputs
@@ -96,12 +101,17 @@ def find_attention(
         width = fused[0].out_size // 3
     else:
         return None
-    for output in matrices:
+    fits = [m for m in matrices if m.in_size == width and m not in inputs]
+    for output in fits:
         # Some models put it in a list: `to_out.0`.
         ends = output.name_in(scope)[-2:]
-        has_name = any(named("o|out|output|dense|proj", name) for name in ends)
-        if has_name and output.in_size == width and output not in inputs:
+        if any(named("o|out|output|dense|proj", name) for name in ends):
             return inputs, output
+    # If no name says which is the output projection, but only one matrix can be it.
+    back = [m for m in fits if m.out_size == inputs[0].in_size]
+    is_certain = len(inputs) == 3 or named(_FUSED_ALONE, inputs[0].name_in(scope)[-1])
+    if is_certain and len(back) == 1 and "gate" not in back[0].node.name:
+        return inputs, back[0]
     return None
 
 
@@ -134,7 +144,7 @@ class _Resolver:
         self.root = root
         self.size = size
         self.roles: dict[str, Role] = {}
-        self.guesses: set[str] = set()  # paths
+        self.doubts: dict[str, str] = {}  # by path of a weight, in words
         self.vocabularies: set[tuple[int, int]] = set()  # (rows, features)
         for node in root.nodes():
             if node.table and not _SMALL_TABLES.search(node.name):
@@ -145,6 +155,8 @@ class _Resolver:
         # first: types, then matrices by names and shapes, then what is left.
         for node in self.root.nodes():
             self._by_type(node)
+        for node in self.root.nodes():
+            self._doubt_ensemble(node)
         self._singles(self._collect(self.root))
         for leaf in self.root.arrays():
             if not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
@@ -156,31 +168,48 @@ class _Resolver:
                     "no rule matches it: pass `loss_fn` and `batch`, or split it by "
                     "`overrides`"
                 )
-                self._set(leaf, "whole", unknown)
+                self._set(leaf, "whole", unknown, is_guess=True)
         return self.roles
 
     # One decision for each array.
 
-    def _set(self, leaf: Node, name: str, reason: str, dim: int | None = None) -> None:
+    def _set(
+        self,
+        leaf: Node,
+        name: str,
+        reason: str,
+        dim: int | None = None,
+        *,
+        is_guess: bool = False,
+    ) -> None:
         if leaf.path in self.roles:
             return
         if dim is not None and leaf.shape[dim] % self.size:
             reason = self._indivisible(name, leaf.shape[dim])
             name = "whole"
             dim = None
-        is_guess = leaf.path in self.guesses
-        reason += "; a guess, by order alone" if is_guess else ""
+        if leaf.path in self.doubts:
+            reason += f"; {self.doubts[leaf.path]}"
+            is_guess = True
         self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
 
     def _indivisible(self, what: str, size: int) -> str:
         return f"{what}: {size} is not divisible by tensor={self.size}"
 
-    def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
+    def _split(
+        self,
+        matrix: Matrix,
+        split: str,
+        reason: str,
+        name: str = "",
+        *,
+        is_guess: bool = False,
+    ) -> None:
         """Decide how to split a matrix with its bias and LoRA branch: `column`, `row`
         or `whole`."""
         for leaf, dim in matrix.cut(split).items():
             if leaf is matrix.weight:
-                self._set(leaf, name or split, reason, dim)
+                self._set(leaf, name or split, reason, dim, is_guess=is_guess)
             elif dim is not None:
                 self._set(leaf, name or split, "follows its weight", dim)
             elif leaf is matrix.bias and split == "row":
@@ -241,6 +270,22 @@ class _Resolver:
                 for leaf in child.arrays():
                     self._set(leaf, "expert", reason, node.stack)
 
+    def _doubt_ensemble(self, node: Node) -> None:
+        """Doubt the splits inside a stack whose copies cannot follow one another.
+
+        They may be the members of an ensemble: splitting their number would send less.
+        Names and shapes do not say that nothing routes between them.
+        """
+        outside = node.parent.stack if node.parent else 0
+        matrices = self._open(node.matrices())
+        if node.stack == outside or not matrices:
+            return
+        count = matrices[0].weight.shape[outside]
+        returns = any(m.out_size == matrices[0].in_size for m in matrices)
+        if not returns and count % self.size == 0:
+            doubt = f"its {count} copies may be an ensemble, which could be split"
+            self.doubts |= {m.weight.path: doubt for m in matrices}
+
     # Decisions for matrices, from the inside out.
 
     def _collect(self, node: Node) -> list[Matrix]:
@@ -278,7 +323,8 @@ class _Resolver:
         query, *key_value = inputs
         key = key_value[0] if key_value else query
         heads, kv_heads = _head_counts(scope, query, key)
-        self.guesses -= {m.weight.path for m in inputs}
+        for matrix in inputs:
+            self.doubts.pop(matrix.weight.path, None)
         # The scores of a head are sums over its features, which a split inside the head
         # would have to add over the shards. If the number of heads is not known, only
         # the width can be checked.
@@ -297,9 +343,10 @@ class _Resolver:
             self._split(query, "column", f"query: {heads or 'its'} heads split")
         else:
             reason = "fused query, key, value"
-            if query.parts == 1:
+            crosses = query.parts == 1
+            if crosses:
                 reason += ": an even split crosses their borders and costs permutes"
-            self._split(query, "column", reason)
+            self._split(query, "column", reason, is_guess=crosses)
         # Several heads of the query may share one of key and value, so these may have
         # too few to split.
         for matrix in key_value:
@@ -327,7 +374,8 @@ class _Resolver:
         for chain in find_chains(scope, inner):
             if is_guess(chain):
                 for link in chain:
-                    self.guesses |= {m.weight.path for m in link.members}
+                    for matrix in link.members:
+                        self.doubts[matrix.weight.path] = "a guess, by order alone"
             if len(chain) == 1:
                 # A module around this one may have a matrix before or after it.
                 continue
@@ -375,9 +423,10 @@ class _Resolver:
             elif is_narrow and m.in_size % self.size == 0:
                 self._split(m, "row", "alone, narrowing: the smaller side is summed")
             elif m.out_size % self.size == 0:
-                self._split(
-                    m, "column", "alone: its output is gathered where it is used"
-                )
+                reason = "alone: its output is gathered where it is used"
+                # Beside blocks, it is known where the gathered output goes.
+                has_others = len(self.root.matrices()) > 1
+                self._split(m, "column", reason, is_guess=has_others and not streams)
             else:
                 self._split(m, "row", "alone: its output does not divide evenly")
 

@@ -115,11 +115,13 @@ def shard_rules(
     `batch` is given, or they do not run on abstract arrays; a function in the model
     holds an array (in a closure, for example).
 
-    Warns with `ShardingWarning` if names do not give the order of several square
-    matrices, so that the path rules used the order of the fields. It also warns, once,
-    if more than 5% of the model is replicated for any reason, or if an array over 1 MiB
-    is replicated because no rule matches it or its dims do not divide evenly. The
-    warning lists the largest arrays.
+    Warns with `ShardingWarning` if the path rules decided, but names and shapes do not
+    tell how the program uses an array of at least 4,096 elements: four or more square
+    matrices without names that say their order; a query, key and value fused in one
+    dim; a matrix without a partner; a stack that may be an ensemble; an array that no
+    rule matches. It also warns, once, if more than 5% of the model is replicated for
+    any reason, or if an array over 1 MiB is replicated because no rule matches it or
+    its dims do not divide evenly. The warnings list the arrays.
     """
     explanation = explain(
         model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch
@@ -397,18 +399,6 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
     messages = []
-    guesses = [
-        d.path
-        for d in decisions.values()
-        if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE
-    ]
-    if guesses and axis_size(mesh, "tensor") > 1:
-        messages.append(
-            "shard_rules: the names do not say which of these follow one another, so "
-            "their order alone counts, which may send several times more than "
-            f"necessary: {first_few(guesses)}. Pass loss_fn and batch to let the "
-            "traced program decide."
-        )
     whole = [
         d
         for d in decisions.values()
@@ -436,6 +426,21 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
             f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are "
             "replicated, split over neither tensor nor fsdp. The largest of "
             f"{len(whole)} such arrays:\n  {listed}"
+        )
+    guesses = [
+        d
+        for d in decisions.values()
+        if d.is_guess
+        and math.prod(d.shape) >= FSDP_MIN_SIZE
+        and not (messages and d.role == "whole")  # named above
+    ]
+    if guesses and axis_size(mesh, "tensor") > 1:
+        lines = [f"{d.path}: {d.reason}" for d in guesses]
+        messages.append(
+            "shard_rules: names and shapes do not tell how the program uses these "
+            "arrays, so another layout may send several times less. Pass loss_fn and "
+            "batch to let the traced program decide:\n  "
+            f"{first_few(lines, separator=chr(10) + '  ')}"
         )
     for message in messages:
         warn(message, ShardingWarning)
