@@ -229,6 +229,7 @@ LOADED = [
     "_step.passes",
     "_step.rounding",
     "_step.state",
+    "_step.static",
     "_step.steps",
     "_step.window",
     "_step.workarounds",

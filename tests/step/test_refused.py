@@ -50,6 +50,11 @@ class Still(eqx.Module):
     function: Any = eqx.field(static=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    activation: Any
+
+
 class Plain:
     """No PyTree."""
 
@@ -126,6 +131,29 @@ WAYS: dict[str, Any] = {
     "init_model": lambda make: rx.init_model(make, mesh_of("2x2x2"), key=KEY),
     "shard_rules": lambda make: rx.shard_rules(make(KEY), mesh_of("2x2x2")),
 }
+
+
+WITHIN: dict[str, Any] = {
+    "list": lambda function: [1, function],
+    "dict": lambda function: {"1": function},
+    "tuple": lambda function: (1, function),
+    "dataclass": lambda function: Options(function),
+    "partial in a list": lambda function: [1, partial(function)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_function_in_a_value_of_a_static_field_is_refused_by_path(
+    within: str, way: str
+) -> None:
+    def make(key: Any) -> Any:
+        function = closure(jax.random.normal(key, (2, 2)))
+        return [Still(jnp.ones(2), WITHIN[within](function))]
+
+    message = rf"{way}: 0\.function\.(1|activation) is a function that holds the array"
+    with pytest.raises(ValueError, match=message):
+        WAYS[way](make)
 
 
 @pytest.mark.parametrize("way", WAYS)

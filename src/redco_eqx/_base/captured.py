@@ -19,6 +19,7 @@ from redco_eqx._base.tree import (
     is_array,
     is_trainable,
     join,
+    parts_of,
 )
 
 
@@ -45,18 +46,28 @@ def check_captured(where: str, tree: PyTree) -> None:
 
 
 def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf and every value of a static field that can be called, with its
-    path."""
+    """Every leaf and every value of a static field that can be called, with its path;
+    also those in a list, dict or dataclass in a static field."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            value = getattr(tree, field.name, None)
-            if field.metadata.get("static", False) and callable(value):
-                yield join(path, field.name), value
+            if field.metadata.get("static", False):
+                value = getattr(tree, field.name, None)
+                yield from _callables_in(value, join(path, field.name))
     inner = children(tree)
     if not inner and callable(tree):
         yield path, tree
     for name, child in inner:
         yield from _functions_in(child, join(path, name))
+
+
+def _callables_in(
+    value: Any, path: str, above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    if callable(value):
+        yield path, value
+    elif id(value) not in above:  # a list may hold itself
+        for name, part in (parts_of(value) or {}).items():
+            yield from _callables_in(part, join(path, name), (*above, id(value)))
 
 
 def first_captured(function: Any) -> tuple[str, Any] | None:

@@ -4,6 +4,7 @@ A leaf's path (`layers.0.attention.query.weight`) is its name everywhere: in rul
 checkpoints, files and errors.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -184,6 +185,19 @@ def _state_name(marker: object, default: str) -> str:
         return default
     dotted = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", marker)
     return dotted.partition(".")[2] or default
+
+
+def parts_of(value: object) -> dict[str, Any] | None:
+    """The parts of a list, tuple, dict, set or dataclass by name; `None` for anything
+    else. Unlike a PyTree, a dict may have keys of any kinds."""
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return {str(i): part for i, part in enumerate(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:

@@ -31,7 +31,8 @@ from redco_eqx._sharding.mesh import (
 )
 from redco_eqx._step.buffers import check_buffers
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
-from redco_eqx._step.state import Structure, TrainState, check_static
+from redco_eqx._step.state import Structure, TrainState
+from redco_eqx._step.static import check_static
 
 
 @in_own_context
@@ -60,7 +61,9 @@ def init_state(
 
     - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of
         `eqx.nn.make_with_state`. If the arrays are abstract (`jax.ShapeDtypeStruct`,
-        with or without a sharding), the state is abstract too.
+        with or without a sharding), the state is abstract too. The state copies each
+        list, dict or set in a static field: a later change of it has no effect on the
+        state.
     - `optimizer`: an optax optimizer. Its state is created with the shardings of the
         parameters. Without an optimizer, you can use the state only for evaluation and
         prediction.
@@ -75,9 +78,10 @@ def init_state(
     **Raises:**
 
     `ValueError` that names the leaf: two leaves share a buffer, a static field has an
-    array or an unhashable value, a function in the model holds an array (in a closure,
-    for example), arrays are on different meshes, an array is deleted, or no leaf is
-    trainable although you passed an optimizer.
+    array or a value that can be neither hashed nor compared with a copy of it, a
+    function in the model holds an array (in a closure, for example), arrays are on
+    different meshes, an array is deleted, or no leaf is trainable although you passed
+    an optimizer.
     """
     if isinstance(model, TrainState):
         raise TypeError(
@@ -92,6 +96,7 @@ def init_state(
         check_is_optimizer("init_state", optimizer)
     model, model_state = model if is_pair(model) else (model, None)
     check_static(model)
+    check_static(model_state)
     check_captured("init_state", model)
     if model_state is None:
         _check_no_index(model)

@@ -33,6 +33,7 @@ from redco_eqx._sharding.mesh import (
     trimmed,
 )
 from redco_eqx._step.buffers import check_buffers
+from redco_eqx._step.static import check_static, with_own_static
 
 
 class Structure:
@@ -41,9 +42,15 @@ class Structure:
 
     Two structures are equal if all their values are equal as Python compares them
     (functions by identity), and are also written alike: `1`, `1.0` and `True` differ.
+
+    Static values that could change (lists, dicts) are copies, and each tree that is
+    built gets copies of its own.
     """
 
     def __init__(self, tree: PyTree):
+        given = tree
+        tree = with_own_static(given)
+        self._has_copies = tree is not given
         pairs = leaves_with_paths(tree)
         self._treedef = jax.tree.structure(tree)
         self._paths = tuple(path if is_array(leaf) else None for path, leaf in pairs)
@@ -56,7 +63,8 @@ class Structure:
             leaf if path is None else arrays[path]
             for path, leaf in zip(self._paths, self._leaves)
         ]
-        return jax.tree.unflatten(self._treedef, leaves)
+        tree = jax.tree.unflatten(self._treedef, leaves)
+        return with_own_static(tree) if self._has_copies else tree
 
     def __reduce__(self) -> Any:
         # Pickle a tree: a pickled definition of an Equinox tree does not equal the
@@ -81,36 +89,6 @@ class Structure:
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"
-
-
-def check_static(tree: PyTree, path: str = "") -> None:
-    """Raise `ValueError`, naming the path, if a static field has an array or an
-    unhashable value.
-
-    Such a field would be compared by value on each call, or could change unnoticed.
-    """
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            if not field.metadata.get("static", False) or not hasattr(tree, field.name):
-                continue
-            value = getattr(tree, field.name)
-            where = join(path, field.name)
-            if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
-                raise ValueError(
-                    f"{where} is a static field that holds an array. Arrays belong in "
-                    "ordinary fields (jax.lax.stop_gradient, or a NumPy array, keeps "
-                    "one from being trained)."
-                )
-            try:
-                hash(value)
-            except TypeError:
-                raise ValueError(
-                    f"{where} is a static field of type {type(value).__name__}, which "
-                    "is not hashable. Use a tuple for a list, and a frozen dataclass "
-                    "for a dict."
-                ) from None
-    for name, child in children(tree):
-        check_static(child, join(path, name))
 
 
 # Streams of random numbers from one key. They are separated before any number is folded
@@ -219,7 +197,8 @@ class TrainState(eqx.Module):
         **Raises:**
 
         `ValueError` that names the path: an array has another shape or dtype, or no
-        value, two leaves are the same array, or something other than an array differs.
+        value, two leaves are the same array, something other than an array differs, or
+        a static field has a value that `init_state` does not accept.
         """
         parts = {"": model}
         if self.structure[1] is not None:
@@ -268,6 +247,7 @@ def _edited(
 
     Raises `ValueError`, naming the path, if anything but the values of arrays differs.
     """
+    check_static(tree)
     arrays = to_arrays(tree)
     change = first_change(dict(own), arrays)
     if change is not None:
@@ -278,7 +258,7 @@ def _edited(
             "with init_state."
         )
     if Structure(tree) != structure:
-        difference = _first_difference(structure.build(own), tree)
+        difference = _first_difference(structure.build(own), with_own_static(tree))
         difference = difference or "something else in it is not"
         raise ValueError(
             "with_model: the arrays of this model are like those of the state, but "
@@ -303,7 +283,7 @@ def _first_difference(before: PyTree, after: PyTree, path: str = "") -> str | No
     elif children(before):
         parts = []
     for name, was, became in parts:
-        if type(was) is not type(became) or was != became:
+        if type(was) is not type(became) or was != became or repr(was) != repr(became):
             return f"{name} was {was!r}, and is {became!r}"
     inner = dict(children(after))
     for name, child in children(before):
