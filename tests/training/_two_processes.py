@@ -279,6 +279,14 @@ for how, stream in STREAMS.items():
         raised(ValueError, rx.save, directory / "apart", apart)
     )
 
+    evaluation = rx.Evaluation(
+        stream, num_batches=2, collate_fn=as_floats, loss_fn=loss_fn, batch_size=8
+    )
+    results[f"evaluated {how}"] = [evaluation(state) for _ in range(2)]
+results["evaluated unlike"] = str(
+    raised(ValueError, dataclasses.replace(evaluation, examples=unlike), state)
+)
+
 # Saved by the clock of process 0: both save after the same steps.
 checkpoints = rx.Checkpoints(directory / "often", every_minutes=1e-9, keep_last=None)
 run(MESHES["data"], STREAMS["whole"], num_steps=7, checkpoints=checkpoints)

@@ -235,6 +235,134 @@ def test_an_error_of_output_fn_says_for_which_example() -> None:
     assert "output_fn was given example 2" in "".join(error.__notes__)
 
 
+# Streams
+
+
+class Counted:
+    """Examples that can be read many times, and where each reading was in the end."""
+
+    def __init__(self, examples: Any):
+        self.examples = examples
+        self.epochs: list[int] = []
+        self.num_read: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Any:
+        self.num_read.append(0)
+        for example in self.examples:
+            self.num_read[-1] += 1
+            yield example
+
+
+OF_STREAM: Any = {"collate_fn": collate, "loss_fn": loss_fn, "batch_size": 8}
+STREAMS: dict[str, Any] = {
+    "iterable": lambda: rx.Stream(range(100)),
+    "function": lambda: rx.Stream(lambda epoch: iter(range(100 * epoch, 100))),
+    "endless": lambda: rx.Stream(lambda epoch: itertools.count()),
+    "exactly": lambda: rx.Stream(range(24)),
+    "no thread": lambda: rx.Stream(range(100), prefetch=0),
+    "workers": lambda: rx.Stream(range(100), num_workers=2),
+    "batches": lambda: rx.Stream(np.arange(96).reshape(12, 8), batched=True),
+    "one shard": lambda: rx.Stream(lambda *epoch_and_shard: range(100), sharded=True),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mesh", tiny.MESHES)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_an_evaluation_of_a_stream_is_that_of_its_first_examples(
+    kind: str, mesh: str
+) -> None:
+    of_stream = rx.Evaluation(STREAMS[kind](), num_batches=3, **OF_STREAM)
+    of_list = rx.Evaluation(range(24), **OF_STREAM)
+    state = STATES[mesh]
+    assert of_stream(state) == of_stream(state) == of_list(state)
+    assert tiny.no_threads_left()
+
+
+def test_a_stream_draws_the_noise_of_its_first_examples() -> None:
+    def noisy(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(values_of(model, batch)) * jax.random.normal(key)
+
+    functions: Any = {**OF_STREAM, "loss_fn": noisy}
+    of_stream = rx.Evaluation(rx.Stream(range(100)), num_batches=3, **functions)
+    of_list = rx.Evaluation(range(24), **functions)
+    assert of_stream(STATES["one"]) == of_list(STATES["one"])
+
+
+def test_an_evaluation_reads_no_more_than_it_prefetches() -> None:
+    source = Counted(range(1000))
+    rx.Evaluation(rx.Stream(source, prefetch=1), num_batches=2, **OF_STREAM)(
+        STATES["one"]
+    )
+    (num_read,) = source.num_read
+    assert 16 <= num_read <= 16 + 3 * 8
+
+
+def test_an_item_after_the_last_batch_may_fail() -> None:
+    def failing(epoch: int) -> Any:
+        yield from range(16)
+        raise KeyError("no more")
+
+    of_stream = rx.Evaluation(rx.Stream(failing), num_batches=2, **OF_STREAM)
+    assert of_stream(STATES["one"]) == rx.Evaluation(range(16), **OF_STREAM)(
+        STATES["one"]
+    )
+    too_long = dataclasses.replace(of_stream, num_batches=3)
+    raised(KeyError, too_long, STATES["one"], match="no more")
+
+
+def test_a_stream_that_ends_early_is_evaluated_with_a_warning() -> None:
+    short = rx.Evaluation(rx.Stream(range(21)), num_batches=3, **OF_STREAM)
+    with pytest.warns(UserWarning, match=r"after 2 whole batches of 8, .*=3"):
+        row = short(STATES["one"])
+    assert row == rx.Evaluation(range(16), **OF_STREAM)(STATES["one"])
+
+
+@pytest.mark.parametrize("num", [0, 7])
+def test_a_stream_without_a_batch_is_refused(num: int) -> None:
+    short = rx.Evaluation(rx.Stream(range(num)), num_batches=3, **OF_STREAM)
+    raised(ValueError, short, STATES["one"], match="does not fill one batch")
+
+
+def test_each_evaluation_of_a_run_reads_the_same_examples() -> None:
+    """A state that stands still has the same numbers each time."""
+    source = Counted(EXAMPLES)
+    rows = Rows()
+    evaluation = rx.Evaluation(rx.Stream(source), num_batches=2, every_steps=2)
+    fit(
+        optimizer=tiny.SGD,
+        num_steps=6,
+        loggers=[rows],
+        evaluation=dataclasses.replace(
+            evaluation, state_fn=lambda state: tiny.linear_state()
+        ),
+    )
+    found = rows.with_prefix("eval")
+    assert [step for step, _ in found] == [2, 4, 6]
+    assert len({row["eval/loss"] for _, row in found}) == 1
+    of_list = rx.Evaluation(
+        EXAMPLES[:8], collate_fn=tiny.collate, loss_fn=tiny.loss_fn, batch_size=4
+    )
+    assert found[0][1]["eval/loss"] == of_list(tiny.linear_state())["eval/loss"]
+    assert set(source.epochs) == {0}
+    assert len(source.num_read) == 4  # the first one tries a batch
+
+
+def test_a_stream_that_fails_does_so_before_the_run() -> None:
+    def failing(epoch: int) -> Any:
+        raise KeyError("no file")
+        yield
+
+    rows = Rows()
+    evaluation = rx.Evaluation(rx.Stream(failing), num_batches=2)
+    error = raised(KeyError, fit, num_steps=2, evaluation=evaluation, loggers=[rows])
+    assert "first batch of its examples" in "".join(error.__notes__)
+    assert not rows.rows
+
+
 # In `fit`
 
 

@@ -574,6 +574,21 @@ REFUSED = [
     ),
     # Evaluation
     pytest.param(
+        lambda: evaluating(rx.Stream(TWELVE), predict_fn=None, num_batches=0),
+        r"Evaluation: num_batches=0, but it must be positive",
+        id="Evaluation-num_batches-zero",
+    ),
+    pytest.param(
+        lambda: evaluating(num_batches=2),
+        r"num_batches=2 is for a Stream, but examples is a list\..*examples\[:1000\]",
+        id="Evaluation-num_batches-of_a_list",
+    ),
+    pytest.param(
+        lambda: evaluating(rx.Stream(TWELVE), num_batches=2),
+        r"Evaluation: predict_fn needs a sequence of examples, but .* a Stream\. Pass",
+        id="Evaluation-predict_fn-of_a_stream",
+    ),
+    pytest.param(
         lambda: evaluating(every_steps=0),
         r"Evaluation: every_steps=0, but it",
         id="Evaluation-every_steps-zero",
@@ -704,7 +719,7 @@ OF_ANOTHER_TYPE = [
     ),
     pytest.param(
         lambda: evaluating(rx.Stream(TWELVE)),
-        r"Evaluation: examples is a Stream, .*list\(stream\)",
+        r"Evaluation: examples is a Stream, .*num_batches=, or list\(stream\)",
         id="Evaluation-examples-stream",
     ),
     pytest.param(

@@ -40,6 +40,22 @@ def results(directory: pathlib.Path) -> list[Any]:
     return [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
 
 
+FIRST_BATCHES = {
+    "whole": list(range(16)),
+    "sharded": order(20, 0)[:8] + [100 + i for i in order(27, 0)[:8]],
+}
+
+
+@pytest.mark.parametrize("how", FIRST_BATCHES)
+def test_they_evaluate_the_first_batches_of_a_stream(
+    results: list[Any], how: str
+) -> None:
+    mean = np.mean(FIRST_BATCHES[how])
+    for result in results:
+        assert result[f"evaluated {how}"] == [{"eval/loss": mean}] * 2
+        assert "the processes read different examples" in result["evaluated unlike"]
+
+
 def test_each_reads_the_rows_of_its_devices(results: list[Any]) -> None:
     rows = epoch_order(29, jax.random.key(5), 2)(np.arange(29)).tolist()
     whole = [rows[:8], rows[8:16], rows[16:24]]

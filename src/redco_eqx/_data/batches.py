@@ -102,9 +102,8 @@ class Epochs:
 
         if self._remainder != "drop":
             raise ValueError(
-                f"batches: remainder={self._remainder!r}, but a Stream is only for "
-                "training, which drops the rest. Pass list(stream), or any "
-                "sequence."
+                f"batches: remainder={self._remainder!r}, but examples is a Stream, "
+                "which drops the rest. Pass list(stream), or any sequence."
             )
         begin = streams.first_position(stream, self.batch_size, self._mesh)
         self.positions = (begin,)

@@ -64,8 +64,9 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Examples that come one after the other, read in that order. For training: in
-    `fit`, and in `batches` with `remainder="drop"`.
+    """Examples that come one after the other, read in that order. For training (in
+    `fit`, and in `batches` with `remainder="drop"`), and for an [`Evaluation`][] with
+    `num_batches`.
 
     ```python
     def rows(epoch):
@@ -212,8 +213,8 @@ def as_sequence(where: str, examples: Examples | Data) -> Data:
     data = as_data(examples)
     if isinstance(data, Stream):
         raise TypeError(
-            f"{where} is a Stream, which is only for training. Pass list(stream), or "
-            "any sequence."
+            f"{where} is a Stream, which is only for training, and for "
+            "Evaluation(stream, num_batches=...). Pass list(stream), or any sequence."
         )
     return data
 

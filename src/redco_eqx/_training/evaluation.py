@@ -30,8 +30,9 @@ from redco_eqx._base.protocols import (
     check_positive,
     check_whole,
 )
+from redco_eqx._base.warn import warn
 from redco_eqx._data.batches import batches
-from redco_eqx._data.data import Data, as_sequence, num_examples_of
+from redco_eqx._data.data import Data, Stream, as_sequence, num_examples_of
 from redco_eqx._data.workers import noting
 from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._paths import local_path
@@ -159,9 +160,10 @@ def _outputs(
     where: str,
     step: Callable[..., Any],
     state: TrainState,
-    examples: Examples | Data,
+    examples: Examples | Data | Stream,
     collate_fn: CollateFn,
     batch_size: int,
+    num_batches: int | None = None,
     watch: Callable[[], object] = lambda: None,
     programs: Programs | None = None,
     **function: Callable[..., Any],
@@ -169,14 +171,18 @@ def _outputs(
     """Yield the result of `step` for each batch, after a few more batches have been
     dispatched.
 
-    `function` is the user's function that `step` takes, by name. `watch` is called
-    before each batch, and at the end. If it raises an error, the generator ends.
-    Compiled programs are added to `programs`, and those that are there already are not
-    traced again.
+    `num_batches` is for a stream, of which it takes the first batches. `function` is
+    the user's function that `step` takes, by name. `watch` is called before each batch,
+    and at the end. If it raises an error, the generator ends. Compiled programs are
+    added to `programs`, and those that are there already are not traced again.
     """
     check_is_state(state, f"{where}: state")
     check_compiles(where)
-    data = as_sequence(f"{where}: examples", examples)
+    data: Data | Stream
+    if num_batches is not None and isinstance(examples, Stream):
+        data = examples
+    else:
+        data = as_sequence(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
     check_whole(where, batch_size=batch_size)
     step = functools.partial(step, shardings=state.shardings, **function)
@@ -190,19 +196,24 @@ def _outputs(
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
-        # first, because it names a process that does not come.
-        compare_examples(where, mesh, data.sequence)
+        if isinstance(data, Data):
+            # first, because it names a process that does not come.
+            compare_examples(where, mesh, data.sequence)
         compare_states(state, f"{where} got different ones")
 
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
+    if isinstance(data, Stream):
+        remainder = "drop"
     stream = batches(
         data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder
     )
     ahead: deque[PyTree] = deque()
+    num_read = 0
     with contextlib.closing(stream):
-        for index, batch in enumerate(stream):
+        for index, batch in enumerate(itertools.islice(stream, num_batches)):
             watch()
+            num_read = index + 1
             inputs = state, batch, put_global(np.int32(index), replicated(mesh))
             key = where, of_state, signature(batch)
             if key not in programs:
@@ -216,6 +227,12 @@ def _outputs(
             ahead.append(programs[key](*inputs))
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
+    if num_batches is not None and num_read < num_batches:
+        warn(
+            f"Evaluation: the stream ended after {num_read} whole batches of "
+            f"{batch_size}, but num_batches={num_batches}. The numbers are those of "
+            "these batches. To evaluate every example, pass list(stream)."
+        )
     yield from ahead
     watch()
 
@@ -293,7 +310,11 @@ class Evaluation:
     row = rx.Evaluation(held_out, **functions, batch_size=64)(state)
     ```
 
-    - `examples`: the examples to evaluate (see `evaluate`).
+    - `examples`: the examples to evaluate (see `evaluate`), or a [`Stream`][].
+    - `num_batches`: the number of batches to read of a stream, which needs it. Each
+        evaluation reads the stream from the beginning of epoch 0, so its numbers are
+        those of the same examples each time, if the stream gives the same ones. If the
+        stream ends earlier, the evaluation covers its whole batches, and warns.
     - `every_steps`: the number of steps between two evaluations. Without it, there is
         an evaluation after each epoch. There is always one at the end of a run.
     - `collate_fn`, `loss_fn`, `batch_size`: by default, the ones that you pass to
@@ -301,17 +322,20 @@ class Evaluation:
     - `state_fn`: turns the state of the run into the state to evaluate, for example one
         with averaged parameters.
     - `predict_fn`, `output_fn`: make a prediction per example, and turn it into
-        something that a person can read (see `predict`).
+        something that a person can read (see `predict`). They need a sequence of
+        examples.
     - `metric_fn`: a function `metric_fn(examples, predictions)` that returns a dict of
         numbers. The predictions are the outputs of the functions above.
     - `predictions_directory`: the directory for the outputs and their examples, as
         `step-<step>.jsonl`.
 
-    Raises `ValueError` for values that cannot be used together.
+    Raises `TypeError` for examples of another type, and for a stream without
+    `num_batches`; `ValueError` for values that cannot be used together.
     """
 
-    examples: Examples | Data
+    examples: Examples | Data | Stream
     _: dataclasses.KW_ONLY
+    num_batches: int | None = None
     every_steps: int | None = None
     collate_fn: CollateFn | None = None
     loss_fn: LossFn | None = None
@@ -324,11 +348,14 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_positive(
-            "Evaluation", every_steps=self.every_steps, batch_size=self.batch_size
+            "Evaluation",
+            num_batches=self.num_batches,
+            every_steps=self.every_steps,
+            batch_size=self.batch_size,
         )
         if self.predictions_directory is not None:
             local_path("Evaluation: predictions_directory", self.predictions_directory)
-        as_sequence("Evaluation: examples", self.examples)
+        self._check_examples()
         names = (
             "collate_fn",
             "loss_fn",
@@ -347,6 +374,29 @@ class Evaluation:
                     f"Evaluation: {name} needs predict_fn, which makes the predictions."
                 )
 
+    def _check_examples(self) -> None:
+        """Raise if the examples are not of a kind that this evaluation can read."""
+        if not isinstance(self.examples, Stream):
+            as_sequence("Evaluation: examples", self.examples)
+            if self.num_batches is not None:
+                raise ValueError(
+                    f"Evaluation: num_batches={self.num_batches} is for a Stream, but "
+                    f"examples is a {type(self.examples).__name__}. Pass a part of the "
+                    "examples, such as examples[:1000], without num_batches."
+                )
+            return
+        if self.num_batches is None:
+            raise TypeError(
+                "Evaluation: examples is a Stream, whose length is unknown. Pass "
+                "num_batches=, or list(stream) to evaluate every example."
+            )
+        if self.predict_fn is not None:
+            raise ValueError(
+                "Evaluation: predict_fn needs a sequence of examples, but examples is "
+                "a Stream. Pass a list of its first examples, such as "
+                "list(itertools.islice(source, 1000))."
+            )
+
     def or_else(self, **defaults: Any) -> "Evaluation":
         """Return a copy with these values for the fields that are `None`."""
         missing = {
@@ -363,6 +413,8 @@ class Evaluation:
             "This happened when fit tried the evaluation on the first batch of its "
             "examples."
         ):
+            if isinstance(self.examples, Stream):
+                return dataclasses.replace(self, num_batches=1)(state)
             data = as_sequence("Evaluation: examples", self.examples)
             num_first = min(num_examples_of(data.sequence), self.batch_size or 1)
             first = dataclasses.replace(
@@ -403,6 +455,7 @@ class Evaluation:
             state,
             self.examples,
             *common,
+            num_batches=self.num_batches,
             loss_fn=self.loss_fn,
             **options,
         )

@@ -218,7 +218,8 @@ def fit(
             "num_microbatches": num_microbatches,
             "how long, and what is due": plan,
             "len(train_examples)": epochs.num_examples,
-            "evaluation's batch_size": evaluation and evaluation.batch_size,
+            "evaluation's batch_size, num_batches": evaluation
+            and (evaluation.batch_size, evaluation.num_batches),
             "a hook, checkpoints": (hook is not None, saver and saver.config),
         }
         run = _begin(
