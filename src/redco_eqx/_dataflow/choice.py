@@ -92,7 +92,9 @@ class Groups(dict[Any, Any]):
     """Disjoint sets. One member represents each set."""
 
     def find(self, x: Any) -> Any:
-        while self.setdefault(x, x) != x:
+        while (above := self.setdefault(x, x)) != x:
+            # Shorten the path for the next time: a stream joins a value per layer.
+            self[x] = self[above]
             x = self[x]
         return x
 

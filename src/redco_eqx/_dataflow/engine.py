@@ -8,9 +8,9 @@ from typing import TypeAlias
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.compiler import merges
-from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
+from redco_eqx._dataflow.reasons import Reasons
 from redco_eqx._dataflow.search import (
     MEMORY,
     Sent,
@@ -20,140 +20,21 @@ from redco_eqx._dataflow.search import (
     freed_bytes,
     improve,
     simulate,
-    without_numbers,
-    worth,
 )
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import STATE, TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
-    Event,
     Split,
+    Use,
     Value,
     leading_atoms,
     pin,
     resolve,
-    short_line,
-    size_of,
     total_bytes,
     unify,
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
-
-# The reasons for a layout that comes from a program, in words and numbers.
-
-
-def factors(dim: Dim) -> str:
-    """`32 (8 x 4)`: the size of a dim, and the factors that the walk found in it."""
-    sizes = [str(atom.size) for atom in resolve(dim)]
-    return (
-        f"{size_of(dim)} ({' x '.join(sizes)})" if len(sizes) > 1 else str(size_of(dim))
-    )
-
-
-def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
-    """Name the source of most bytes: `4.1 KiB in 2 operations for the sum of
-    dot_general at model.py:41`."""
-    groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
-    for event, size in sent:
-        key = (event.kind, event.equation.primitive.name, short_line(event.equation))
-        groups.setdefault(key, []).append((event, size))
-    if not groups:
-        return "nothing"
-    totals = {key: total_bytes(found, merged=True) for key, found in groups.items()}
-    kind, name, place = key = max(groups, key=lambda key: totals[key])
-    several = f"in {len(groups[key])} operations " if len(groups[key]) > 1 else ""
-    return (
-        f"{size_text(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
-    )
-
-
-_KINDS = {
-    "sum": "sum",
-    "lookup": "lookup",
-    "whole": "whole operand",
-    "reshard": "change of layout",
-    "merge": "change of layout",
-    "twice": "second use of one index",
-}
-
-
-def why_split(split: Split, dim: Dim, leaf: int) -> str:
-    """Explain why a parameter is split."""
-    size = factors(dim)
-    sent = size_text(split.num_bytes(merged=True))
-    others = len(split.leaves) - 1
-    shared = f", with {others} other array{'s' if others > 1 else ''}" if others else ""
-    text = f"{size} is split{shared}: {sent} a step"
-    if split.sent:
-        text += f", {largest_sends(split.sent)}"
-    if leaf in split.crossed:
-        pieces = resolve(dim)[0].size
-        text += (
-            f". It holds {pieces} pieces, whose borders an even split crosses: keep "
-            "them on a leading dim"
-        )
-    return text
-
-
-def why_whole(
-    leaf: int,
-    dims: Sequence[Dim],
-    costs: Costs,
-    layout: Mapping[int, int],
-    paths: Sequence[str],
-) -> str:
-    """Explain, dim by dim, why a parameter is not split."""
-    if costs.tensor == 1:
-        return "tensor has one device"
-    reasons = []
-    for i, dim in enumerate(dims):
-        atoms = resolve(dim)
-        if not atoms:
-            continue
-        if atoms[0].pin:
-            reasons.append(f"dim {i} is {atoms[0].pin}")
-        elif leading_atoms(dim, costs.tensor) is None:
-            reasons.append(
-                f"dim {i}, {factors(dim)}, is not divisible by {costs.tensor}"
-            )
-        else:
-            options = [
-                s
-                for s in costs.splits
-                if s.leaves.get(leaf) == i and leaf not in s.crossed
-            ]
-            reasons += [
-                f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}"
-                for s in options[:1]
-            ]
-    return "; ".join(reasons) or "a scalar"
-
-
-def _why_not(
-    split: Split,
-    leaf: int,
-    costs: Costs,
-    layout: Mapping[int, int],
-    paths: Sequence[str],
-) -> str:
-    if split.number in layout.values():
-        return "is split elsewhere, but this array is better left whole"
-    if worth(costs, split) > 0:
-        clashing = {
-            n for group in costs.clashes if split.number in group for n in group
-        }
-        others = [other for other, number in layout.items() if number in clashing]
-        if others:
-            nearest = min(others, key=lambda other: abs(other - leaf))
-            dim = costs.splits[layout[nearest]].leaves[nearest]
-            # Without the number of the layer, similar layers share one reason.
-            return f"clashes with dim {dim} of {without_numbers(paths[nearest])}"
-    return (
-        f"would send {size_text(split.num_bytes(merged=True))} a step, "
-        f"{largest_sends(split.sent)}"
-    )
-
 
 SCANNED = "scanned over"
 
@@ -248,7 +129,7 @@ class Analysis:
         if number is not None:
             split = self.costs.splits[number]
             dim = split.leaves[leaf]
-            reason = why_split(split, value.dims[dim], leaf)
+            reason = self._reasons.why_split(split, value.dims[dim], leaf)
             return (
                 self._name_of(leaf, value.dims[dim]),
                 f"dim {dim}, {reason}",
@@ -258,18 +139,28 @@ class Analysis:
         if self.traced.fixed[leaf]:
             return "buffer", self.traced.fixed[leaf], None, stack
         name = "whole" if len(value.dims) - stack > 1 else "vector"
-        reason = why_whole(leaf, value.dims, self.costs, self.layout, self.traced.paths)
-        return name, reason, None, stack
+        return name, self._reasons.why_whole(leaf, value.dims), None, stack
+
+    @functools.cached_property
+    def _reasons(self) -> Reasons:
+        return Reasons(self.costs, self.layout, self.traced.paths)
+
+    @functools.cached_property
+    def _uses(self) -> dict[int, list[Use]]:
+        """The uses of each parameter, in the order of the program."""
+        found: dict[int, list[Use]] = {}
+        for use in self.walk.uses:
+            found.setdefault(use.weight, []).append(use)
+        return found
 
     def _name_of(self, leaf: int, dim: Dim) -> str:
         """Name the split of `dim` by the first operation that applies the parameter to
         data."""
         lead = set(resolve(dim))
-        for use in self.walk.uses:
-            if use.weight == leaf:
-                for own, role in zip(use.dims, use.roles):
-                    if role and own and resolve(own)[0] in lead:
-                        return role
+        for use in self._uses.get(leaf, ()):
+            for own, role in zip(use.dims, use.roles):
+                if role and own and resolve(own)[0] in lead:
+                    return role
         return "follows"
 
 
@@ -291,6 +182,7 @@ def walk_through(traced: TracedStep) -> Walk:
         unify(walk.rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
     results = walk.run(traced.jaxpr, values)
+    walk.add_up()
     walk.gradients = [
         None if number is None else results[number] for number in traced.trained
     ]

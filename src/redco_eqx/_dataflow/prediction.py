@@ -18,6 +18,7 @@ from redco_eqx._dataflow.values import (
     Event,
     Split,
     Value,
+    events_of,
     resolve,
     short_line,
     total_bytes,
@@ -262,7 +263,7 @@ def _saved_by_lookups(
     device takes the rows that belong to its part, instead of summing the gradient of
     the whole table."""
     gradient = analysis.walk.gradients[leaf]
-    sums = () if gradient is None else gradient.sums
+    sums = [] if gradient is None else events_of(gradient.sums)
     if merged and len(sums) > 1:  # the gradients of all uses are added first
         return 0.0
     # Scattering has saved one half already.

@@ -7,7 +7,6 @@ from typing import Any
 
 from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
 from redco_eqx._dataflow.values import (
-    ADDING,
     STREAM,
     Dim,
     Value,
@@ -54,13 +53,7 @@ def add(walk: Walk, operands: list[Value]) -> Results:
     (dims,) = unlisted(walk, operands)
     out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
-        out.sums = tuple(
-            dict.fromkeys(event for operand in operands for event in operand.sums)
-        )
-        is_joined = all(event.block in ADDING for event in out.sums)
-        for event in out.sums[1:]:
-            event.first = out.sums[0]
-            event.joined = out.sums[0] if is_joined else event.joined
+        out.sums = walk.added(operands)
     return [out]
 
 

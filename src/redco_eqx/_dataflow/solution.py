@@ -154,20 +154,23 @@ class _Search:
                 for state, number in self.states[group].items():
                     self.cost[number] += made * values.share(state)
         counts = Counter(kinds)
-        readers: dict[Any, tuple[Any, ...]] = defaultdict(tuple)
+        readers: dict[Any, list[Any]] = defaultdict(list)
         for operation, kind in zip(values.operations, kinds):
             # A checkpoint changes its own copies of what it reads.
             inside = operation.step and id(operation.step.checkpoint)
             for place, value in enumerate(operation.operands):
-                readers[id(value), inside] += ((kind, place),)
+                readers[id(value), inside].append((kind, place))
         # The number of values that an operation of a kind reads, on average, by all
         # that read them.
-        self.shares: dict[Any, dict[Any, float]] = defaultdict(
+        self.shares: dict[Any, dict[int, float]] = defaultdict(
             lambda: defaultdict(float)
         )
-        for all_readers in readers.values():
+        # Numbered, because every layer may read the same value.
+        numbers: dict[tuple[Any, ...], int] = {}
+        for all_readers in map(tuple, readers.values()):
+            number = numbers.setdefault(all_readers, len(numbers))
             for kind, place in dict.fromkeys(all_readers):
-                self.shares[kind, place][all_readers] += 1 / counts[kind]
+                self.shares[kind, place][number] += 1 / counts[kind]
         known: dict[Hashable, dict[int, int]] = {}
         for operation, kind in zip(values.operations, kinds):
             if kind not in known:
@@ -283,7 +286,7 @@ class _Search:
         operation: Operation,
         value: Value,
         ends: Sequence[tuple[State, bool, int]],
-        shares: dict[Any, float],
+        shares: Mapping[int, float],
     ) -> None:
         """Add the flows between the states of a value and the strategies that consume
         or produce these. Only an operand has `shares`."""

@@ -162,7 +162,7 @@ class Value:
     - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is
         upstream.
     - `sums`: the events that this value is the result of, or the sum of the results of:
-        these can be summed over devices at once.
+        these can be summed over devices at once. [`events_of`][] lists them.
     """
 
     dims: tuple[Dim, ...]
@@ -170,7 +170,7 @@ class Value:
     weights: tuple[int, ...] = ()
     is_data: bool = False
     is_learned: bool = False
-    sums: tuple["Event", ...] = ()
+    sums: tuple["Event | Sum", ...] = ()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -221,6 +221,62 @@ class Event:
         devices.
         """
         return (self.first if merged else self.joined) or self
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sum:
+    """Events whose results are added, as events and sums of them.
+
+    A stream adds the event of each layer to those of all layers before. So a sum holds
+    the sum before it, not a list of all events.
+
+    - `first`: the first of the events.
+    - `is_joined`: true if all the events are in the library's blocks that add.
+    - `time`: the number of sums made before this one, or before it was last made again.
+    """
+
+    parts: tuple["Event | Sum", ...]
+    first: Event
+    is_joined: bool
+    time: int
+
+
+def events_of(parts: Sequence[Event | Sum]) -> list[Event]:
+    """The events in sums, in their order, each once."""
+    found: dict[Event, None] = {}
+    left = list(parts[::-1])
+    seen = set[Sum]()
+    while left:
+        part = left.pop()
+        if isinstance(part, Event):
+            found[part] = None
+        elif part not in seen:
+            seen.add(part)
+            left.extend(part.parts[::-1])
+    return list(found)
+
+
+def firsts(sums: Sequence[Sum]) -> dict[Event, Event]:
+    """For each event, the first event of the last of these sums that has it and does
+    not begin with it.
+
+    `sums` are in the order in which they were made, so parts come before wholes.
+    """
+    # For each part, when a sum that has it was made last, and its first event; then the
+    # last with another first event, for the part that is that event.
+    latest: dict[Event | Sum, list[tuple[int, Event]]] = {}
+    for whole in reversed(sums):
+        around = [*latest.pop(whole, ()), (whole.time, whole.first)]
+        around.sort(key=lambda found: -found[0])
+        others = [found for found in around if found[1] is not around[0][1]]
+        for part in whole.parts:
+            latest.setdefault(part, []).extend((around[0], *others[:1]))
+    found: dict[Event, Event] = {}
+    for event, around in latest.items():
+        others = [pair for pair in around if pair[1] is not event]
+        if isinstance(event, Event) and others:
+            found[event] = max(others, key=lambda pair: pair[0])[1]
+    return found
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -296,8 +352,8 @@ class Split:
     number: int
     atoms: tuple[Atom, ...]
     leaves: dict[int, int] = dataclasses.field(default_factory=dict)
-    borders: tuple[Atom, ...] = ()
-    crossed: tuple[int, ...] = ()
+    borders: dict[Atom, None] = dataclasses.field(default_factory=dict)
+    crossed: set[int] = dataclasses.field(default_factory=set)
     sent: list[tuple[Event, float]] = dataclasses.field(default_factory=list)
     unsent: float = 0.0
     work: float = 0.0
@@ -359,14 +415,14 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
             divides = size_of(dim) % tensor == 0
             if border is None or border.pin or clean is None or not divides:
                 continue
-            number = len(found) + len(crossing)
-            split = crossing.setdefault(
-                clean.number, Split(number, clean.atoms, dict(clean.leaves))
-            )
+            if clean.number not in crossing:
+                number = len(found) + len(crossing)
+                crossing[clean.number] = Split(number, clean.atoms, dict(clean.leaves))
+            split = crossing[clean.number]
             if leaf not in split.crossed:
                 split.leaves[leaf] = i
-                split.borders = tuple(dict.fromkeys((*split.borders, border)))
-                split.crossed = (*split.crossed, leaf)
+                split.borders[border] = None
+                split.crossed.add(leaf)
     return [*found.values(), *crossing.values()]
 
 

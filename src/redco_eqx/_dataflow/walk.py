@@ -21,10 +21,13 @@ from redco_eqx._dataflow.values import (
     Leads,
     Split,
     Step,
+    Sum,
     Use,
     Value,
     block_of,
+    events_of,
     find_splits,
+    firsts,
     new_dims,
     resolve,
     unify,
@@ -50,6 +53,7 @@ class Walk:
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name.
+    - `sums`: the sums of several events; `num_sums`: how often any was made.
     - `equation`: the operation that the walk is at; `block`, `checkpoint`: the building
         block and the `jax.checkpoint` that it is in.
     """
@@ -68,6 +72,8 @@ class Walk:
         self.opaque: dict[str, list[JaxprEqn]] = {}
         self.carried: list[tuple[Value, Value]] = []
         self.bodies: list[Body] = []
+        self.sums: list[Sum] = []
+        self.num_sums = 0
         self.times = 1.0
 
     def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
@@ -115,11 +121,36 @@ class Walk:
     def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
         """Record that a block of the library sums over devices only after more
         operations."""
-        sums = [event for x in operands for event in x.sums]
+        sums = [part for x in operands for part in x.sums]
         for out in results:
             out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
-            for event in sums:
+            for event in events_of(sums):
                 event.sent = min(event.sent, out, key=lambda x: x.num_bytes)
+
+    def added(self, operands: Sequence[Value]) -> tuple[Event | Sum, ...]:
+        """Combine the sums over devices of values that are added."""
+        parts = tuple(dict.fromkeys(part for x in operands for part in x.sums))
+        self.num_sums += 1
+        if len(parts) > 1:
+            first = parts[0] if isinstance(parts[0], Event) else parts[0].first
+            is_joined = all(
+                part.block in ADDING if isinstance(part, Event) else part.is_joined
+                for part in parts
+            )
+            self.sums.append(Sum(parts, first, is_joined, self.num_sums))
+            return (self.sums[-1],)
+        for part in parts:
+            if isinstance(part, Sum):
+                part.time = self.num_sums
+        return parts
+
+    def add_up(self) -> None:
+        """Record for each event with which others it is summed over devices, after the
+        walk."""
+        for event, first in firsts(self.sums).items():
+            event.first = first
+        for event, first in firsts([x for x in self.sums if x.is_joined]).items():
+            event.joined = first
 
     def results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         """The results of one operation."""
