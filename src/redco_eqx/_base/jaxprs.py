@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import (
@@ -150,13 +152,26 @@ def _chosen(atoms: Sequence[Operand], flags: Sequence[bool]) -> set[Var]:
     return {atom for atom, is_chosen in pairs if is_chosen and isinstance(atom, Var)}
 
 
+def _folder(file: str) -> str:
+    """The folder of a package, from the path of its `__init__.py`."""
+    return file.replace("\\", "/").rpartition("/")[0] + "/"
+
+
+# The installed packages, not each folder of that name: a user's may be named `jax`.
+_LIBRARIES = (
+    _folder(jax.__file__),
+    _folder(jaxlib.__file__),
+    _folder(eqx.__file__),
+    _folder(_folder(__file__)[:-1]),
+)
+
+
 def source_line(equation: JaxprEqn) -> str:
     """The line of the user's code that an operation comes from, as
     `file.py:12 (function)`."""
     traceback = getattr(equation.source_info, "traceback", None)
-    own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
     for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name.replace("\\", "/") for part in own):
+        if not frame.file_name.replace("\\", "/").startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return "an operation of unknown origin"
 
