@@ -148,8 +148,8 @@ def _laid_out(
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warn about parameters that the loss does not depend on: their gradient is zero
-    for any input."""
+    """Warn about parameters whose gradient is zero for any input, because the loss does
+    not use them, or only behind `stop_gradient`."""
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
@@ -166,7 +166,8 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     unused = [path for path, atom in zip(paths, grads) if is_zero(atom)]
     if unused:
         warn(
-            f"the loss does not depend on {len(unused)} trainable arrays, whose "
-            f"gradient is always zero: {first_few(unused)}. Leave them out with "
-            "`trainable` of init_state, or use them."
+            f"the gradient of {len(unused)} trainable arrays is always zero, because "
+            "the loss does not use their values, or only behind stop_gradient: "
+            f"{first_few(unused)}. Leave them out with `trainable` of init_state, or "
+            "use them."
         )
