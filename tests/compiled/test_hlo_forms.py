@@ -358,6 +358,48 @@ def test_errors(text: str, message: str) -> None:
         communication(text, CUBE)
 
 
+# Frames from the innermost to the outermost, and what is named of them.
+OF_A_STEP = {
+    "split_activations": (
+        ["_sharding/constraint.py", "_step/constraints.py", "_step/steps.py"],
+        "redco_eqx: split_activations",
+    ),
+    "a workaround": (
+        ["_base/rewriting.py", "_step/workarounds.py", "_step/passes.py"],
+        "redco_eqx: workaround for XLA",
+    ),
+    "stored weights": (["_step/gather.py"], "redco_eqx: gather of stored weights"),
+    "the optimizer": (["_step/optimizer.py"], "redco_eqx: update"),
+    "the rest of a step": (["_step/layout.py"], "redco_eqx: train_step"),
+    "a layer of the library": (["_parallel/linear.py"], "/home/me/train.py:7"),
+    "a constraint in a layer": (
+        ["_sharding/constraint.py", "_parallel/linear.py"],
+        "/home/me/train.py:7",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_A_STEP)
+def test_what_a_step_adds_is_named_and_not_its_own_file(case: str) -> None:
+    files, source = OF_A_STEP[case]
+    names = [f"/venv/site-packages/redco_eqx/{file}" for file in files]
+    names.append("/home/me/train.py")
+    numbers = range(1, len(names) + 1)
+    tables = ["FileNames", *(f'{i} "{name}"' for i, name in zip(numbers, names))]
+    tables += ["", "FunctionNames", '1 "step"', "", "FileLocations"]
+    place = "function_name_id=1 line=7 end_line=7 column=2 end_column=9"
+    tables += [f"{i} {{file_name_id={i} {place}}}" for i in numbers]
+    # Each frame is called by the next one; the last one by none.
+    tables += ["", "StackFrames"]
+    frame = "{{file_location_id={} parent_frame_id={}}}"
+    parents = [*numbers[1:], 0]
+    tables += [f"{i} {frame.format(i, above)}" for i, above in zip(numbers, parents)]
+    one = reduce(more=', metadata={op_name="x" stack_frame_id=1}')
+    header, _, rest = module(one).partition("\n\n")
+    text = "\n".join([header, "", *tables, "", rest])
+    assert [c.source for c in communication(text, CUBE)] == [source]
+
+
 @pytest.mark.parametrize("outermost", [0, 1], ids=["parents from 0", "parents from 1"])
 def test_sources_by_either_numbering_of_frames(outermost: int) -> None:
     packages = "/venv/lib/python3.11/site-packages"

@@ -55,9 +55,10 @@ class Collective:
         For a collective that the compiler added, it is the operation whose result is
         sent. For a combined one, it is the operation of one of its parts.
     - `source`: the line of that operation, such as `"/home/me/train.py:12"`. It is the
-        innermost line outside JAX, Equinox, Optax and the building blocks of this
-        library, or empty if the text does not have it. JAX's persistent compilation
-        cache returns a program with the lines of its first compilation.
+        innermost line outside JAX, Equinox, Optax and this library, or empty if the
+        text does not have it. For an operation that a step adds to your functions, it
+        says what adds it, such as `"redco_eqx: split_activations"`. JAX's persistent
+        compilation cache returns a program with the lines of its first compilation.
     """
 
     kind: str

@@ -23,14 +23,23 @@ _FRAME = re.compile(
 # Frames in these files implement an operation. The line to report is the one of the
 # model or loop that uses it.
 _LIBRARIES = re.compile(
-    r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<"
+    r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_\w+/|^<"
 )
+# What a step adds to the user's functions has no line of theirs.
+_STEP = re.compile(r"/redco_eqx/_step/(\w+)\.py:")
+_ADDED = {
+    "constraints": "split_activations",
+    "gather": "gather of stored weights",
+    "optimizer": "update",
+    "workarounds": "workaround for XLA",
+}
 
 
 def source_lines(text: str) -> dict[int, str]:
     """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line
-    outside libraries or, if there is none, the innermost line overall. The dict is
-    empty if the text has no such tables."""
+    outside libraries or, if there is none, the innermost line overall. For an operation
+    that this library adds to a step, it is `"redco_eqx: split_activations"`, for
+    example. The dict is empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
     places = {
         key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)
@@ -49,6 +58,9 @@ def source_lines(text: str) -> dict[int, str]:
             found, parent = frames[frame]
             if not _LIBRARIES.search(found):
                 return found
+            step = _STEP.search(found)
+            if step is not None:
+                return f"redco_eqx: {_ADDED.get(step[1], 'train_step')}"
             frame = parent - outermost
         return innermost
 
