@@ -87,7 +87,11 @@ class Analysis:
         """The analysis with a layout that splits these dims, by path, or `None` if its
         cost is not known."""
         layout = as_layout(self.costs, self.traced.by_leaf(dims))
-        return None if layout is None else dataclasses.replace(self, layout=layout)
+        if layout is None:
+            return None
+        if layout == self.layout:
+            return self  # which may have been simulated already
+        return dataclasses.replace(self, layout=layout)
 
     def score(self, layout: SplitOfEach) -> float:
         """Score a layout, in bytes, with the weighting that the choice of splits
@@ -143,7 +147,13 @@ class Analysis:
 
     @functools.cached_property
     def _reasons(self) -> Reasons:
-        return Reasons(self.costs, self.layout, self.traced.paths)
+        return Reasons(
+            self.costs,
+            self.layout,
+            self.traced.paths,
+            self.simulated,
+            self.traced.splits,
+        )
 
     @functools.cached_property
     def _uses(self) -> dict[int, list[Use]]:

@@ -1,11 +1,12 @@
 """The reasons for a layout that comes from a program, in words and numbers."""
 
 import functools
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._base.tree import size_text
-from redco_eqx._dataflow.search import without_numbers, worth
+from redco_eqx._dataflow.search import Sent, without_numbers, worth
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -36,6 +37,31 @@ def factors(dim: Dim) -> str:
     )
 
 
+def why_indivisible(dim: Dim, tensor: int) -> str:
+    """Explain why the leading factors of a dim do not make `tensor` equal parts."""
+    if size_of(dim) % tensor:
+        return f"is not divisible by {tensor}"
+    left = tensor
+    leading = []
+    for atom in resolve(dim):
+        if atom.pin:
+            return f"has a factor, {atom.size}, that is {atom.pin}"
+        leading.append(str(atom.size))
+        common = math.gcd(atom.size, left)
+        if common == 1 or common not in (atom.size, left):
+            break
+        left //= common
+    # An even split would cross the borders of the pieces that the program uses apart.
+    if len(leading) == 1:
+        return (
+            f"has the leading factor {leading[0]}, which is not divisible by {tensor}"
+        )
+    return (
+        f"has the leading factors {' x '.join(leading)}, which are not divisible by "
+        f"{tensor}"
+    )
+
+
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
     """Name the source of most bytes: `4.1 KiB in 2 operations for the sum of
     dot_general at model.py:41`."""
@@ -61,11 +87,20 @@ class Reasons:
     splits, or all arrays, for each array.
     """
 
-    def __init__(self, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]):
+    def __init__(
+        self,
+        costs: Costs,
+        layout: Mapping[int, int],
+        paths: Sequence[str],
+        sent: Sent,
+        splits_activations: bool,
+    ):
         self._costs = costs
         self._layout = layout
         self._paths = paths
-        self._chosen = set(layout.values())
+        self._simulated = sent
+        self._splits_activations = splits_activations
+        self._chosen = Counter(layout.values())
         self._place = {leaf: place for place, leaf in enumerate(layout)}
         # The first split of each dim of a parameter that crosses no borders there.
         self._splits: dict[tuple[int, int], Split] = {}
@@ -83,12 +118,14 @@ class Reasons:
     def why_split(self, split: Split, dim: Dim, leaf: int) -> str:
         """Explain why a parameter is split."""
         sent, largest = self._sent(split.number)
-        others = len(split.leaves) - 1
+        others = self._chosen[split.number] - 1
         shared = ""
         if others:
             shared = f", with {others} other array{'s' if others > 1 else ''}"
         text = f"{factors(dim)} is split{shared}: {sent} a step"
-        if split.sent:
+        if self._splits_activations:
+            text += " before activations are split"
+        if largest:
             text += f", {largest}"
         if leaf in split.crossed:
             pieces = resolve(dim)[0].size
@@ -111,7 +148,8 @@ class Reasons:
             if atoms[0].pin:
                 reasons.append(f"dim {i} is {atoms[0].pin}")
             elif leading_atoms(dim, tensor) is None:
-                reasons.append(f"dim {i}, {factors(dim)}, is not divisible by {tensor}")
+                why = why_indivisible(dim, tensor)
+                reasons.append(f"dim {i}, {factors(dim)}, {why}")
             elif (leaf, i) in self._splits:
                 why = self._why_not(self._splits[leaf, i], leaf)
                 reasons.append(f"dim {i}, {factors(dim)}, {why}")
@@ -133,7 +171,7 @@ class Reasons:
     def _nearest(self, leaf: int, numbers: set[int]) -> int | None:
         """The parameter nearest to this one, by index, that has one of these splits. It
         is searched from here outwards, because most are in the same layer."""
-        if self._chosen.isdisjoint(numbers):
+        if numbers.isdisjoint(self._chosen):
             return None
         for distance in range(1, len(self._paths)):
             near = (leaf - distance, leaf + distance)
@@ -143,7 +181,20 @@ class Reasons:
         return None
 
     def _sent_by(self, number: int) -> tuple[str, str]:
-        """The bytes that a split sends in a step, and the source of most of them."""
+        """The bytes that a split sends in a step, and the source of most of them.
+
+        Those of a chosen split are a part of the total for the layout, in which splits
+        meet. Those of another split are what it would send alone.
+        """
         split = self._costs.splits[number]
-        sent = size_text(split.num_bytes(merged=True))
-        return sent, largest_sends(split.sent)
+        if number not in self._chosen:
+            sent = size_text(split.num_bytes(merged=True))
+            return sent, largest_sends(split.sent)
+        events = self._simulated.of_split[number]
+        moved = self._simulated.moved_by[number]
+        sent = size_text(total_bytes(events, merged=True) + moved)
+        if events:
+            return sent, largest_sends(events)
+        if moved:
+            return sent, "for changes between splits"
+        return sent, ""

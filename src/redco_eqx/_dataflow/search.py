@@ -4,6 +4,7 @@ the path rules."""
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -187,7 +188,9 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
             None,
             layout.get(leaf),
         ):
-            sent.moved += costs.gathered(sent.part(gradient) * gradient.num_bytes)
+            moved = costs.gathered(sent.part(gradient) * gradient.num_bytes)
+            sent.moved += moved
+            sent.moved_by[sent.split_of(gradient)] += moved
     return sent
 
 
@@ -230,6 +233,8 @@ class Sent:
     ):
         self.events: list[tuple[Event, float]] = []
         self.moved = 0.0
+        self.of_split: dict[int, list[tuple[Event, float]]] = defaultdict(list)
+        self.moved_by: dict[int | None, float] = defaultdict(float)
         self._costs = costs
         self._leads = costs.leads
         self._splits = splits
@@ -273,7 +278,9 @@ class Sent:
             )
             chosen = self._costs.splits[number]
             self.events += sent
+            self.of_split[number] += sent
             self.moved += moved
+            self.moved_by[number] += moved
             self._gathered |= {self._copy(step, value, number) for value in gathered}
             is_whole = bool(numbers) or not partial
             for value in step.results:
@@ -284,9 +291,11 @@ class Sent:
         for event in step.events:
             if self._leads.over_batch(event):
                 part = self.part(event.sent)
-                self.events.append(
-                    (event, self._costs.sent_over_batch(event, part, chosen))
-                )
+                size = self._costs.sent_over_batch(event, part, chosen)
+                self.events.append((event, size))
+                more = size - self._costs.sent_over_batch(event, part)
+                if chosen is not None and more > 0:
+                    self.of_split[chosen.number].append((event, more))
 
     def _gather(self, step: Step) -> None:
         """Pass a boundary of layers: values that were split before it are whole from
@@ -296,11 +305,13 @@ class Sent:
             number = self._splits.pop(id(value), None)
             if number is not None:
                 split = self._costs.splits[number]
-                self.events += [
+                sent = [
                     (e, size)
                     for e in step.events
                     if (size := self._costs.caused(split, e)) > 0
                 ]
+                self.events += sent
+                self.of_split[number] += sent
 
     def _through(
         self, step: Step, number: int
