@@ -144,8 +144,10 @@ def explain(
 
     It takes the same arguments as `shard_rules`, and raises the same errors.
     `print(explain(model, mesh))` shows a table, in which layers with the same layout
-    share a row (`layers.[0-11].mlp.up.weight`). The last line says what
-    [`split_activations`][] would send, if that is more than 10% less.
+    share a row (`layers.[0-11].mlp.up.weight`). With a program, lines below say what a
+    device sends in a step, what it would send with [`split_activations`][], if that is
+    more than 10% less, and what it would send and hold with all arrays whole over
+    `tensor`.
 
     ```python
     explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
