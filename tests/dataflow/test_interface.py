@@ -3,6 +3,7 @@ they refuse."""
 
 import functools
 import warnings
+from typing import Any
 
 import equinox as eqx
 import helpers
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import MESH
+from cases import MESH, PROGRAMS, loss_of
 from fit_helpers import assert_identical
 from fit_helpers import scalar_loss as squared
-from helpers import abstract, decide
+from helpers import abstract, abstract_mesh, decide
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
+from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.operations import RULES
 
 
@@ -318,3 +320,57 @@ def test_complex_parameters_are_trained():
         lambda key: {"decay": jnp.ones(32, jnp.complex64), "mix": jnp.ones((32, 32))}
     )
     assert decide(model, MESH, (), loss, rows())["decay"].role != "buffer"
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_last_line_says_what_whole_arrays_would_send_and_hold(fsdp):
+    """A perceptron on data 2 or fsdp 2, and tensor 4."""
+    mesh = abstract_mesh(data=2 // fsdp, fsdp=fsdp, tensor=4)
+    num_rows, dim, hidden = 8, 64, 128
+    model = {
+        "up": jax.ShapeDtypeStruct((hidden, dim), jnp.float32),
+        "down": jax.ShapeDtypeStruct((dim, hidden), jnp.float32),
+    }
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        def apply(x: Any) -> Any:
+            return model["down"] @ jnp.tanh(model["up"] @ x)
+
+        return jnp.mean(jax.vmap(apply)(batch) ** 2)
+
+    found = rx.explain(
+        model,
+        mesh,
+        loss_fn=loss_fn,
+        batch=jax.ShapeDtypeStruct((num_rows, dim), jnp.float32),
+    )
+    all_bytes = 4 * 2 * dim * hidden
+    if fsdp == 1:
+        # By the ring, each of two devices sends all of the gradients: half as they are,
+        # half as sums.
+        sent_whole = all_bytes
+    else:
+        # A half of `up` is gathered for the loss; of `down`, also for the gradient of
+        # the hidden layer. A half of all gradients is scattered.
+        sent_whole = all_bytes / 4 + all_bytes / 2 + all_bytes / 2
+    # The sum of the hidden layer, for a half of the rows, over four devices.
+    sums = 2 * 3 / 4 * 4 * num_rows / 2 * dim
+    sent_here = sent_whole / 4 + sums
+    last = str(found).splitlines()[-1]
+    assert last == (
+        "with all arrays whole over tensor, a device would send "
+        f"{size_text(sent_whole)} in a step (here {size_text(sent_here)}) and hold "
+        f"{size_text(all_bytes / fsdp)} of them "
+        f"(here {size_text(all_bytes / fsdp / 4)})"
+    )
+
+
+def test_no_line_about_whole_arrays_where_tensor_splits_none():
+    entry = PROGRAMS["gpt2"]
+    for mesh in (abstract_mesh(data=8), abstract_mesh(fsdp=8)):
+        found = rx.explain(
+            abstract(entry.make), mesh, loss_fn=loss_of(entry), batch=entry.inputs(8)
+        )
+        assert "whole over tensor" not in str(found)
+    by_names = rx.explain(abstract(entry.make), MESH)
+    assert "whole over tensor" not in str(by_names)

@@ -4,14 +4,21 @@ that shows them."""
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import describe, size_text, table
-from redco_eqx._sharding.mesh import axes_in, axis_size, stored_axes, tensor_dim
+from redco_eqx._sharding.mesh import (
+    axes_in,
+    axes_of,
+    axis_size,
+    stored_axes,
+    tensor_dim,
+    trimmed,
+)
 
 if TYPE_CHECKING:
     # Imported at run time only if there is a program, because most layouts need none.
@@ -48,7 +55,8 @@ class Decision:
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """The layout of a model and the reasons for it. `str()` and a notebook show it as a
-    table.
+    table. If a program decided that `tensor` splits arrays, the last line says what a
+    device would send and hold if they were whole.
 
     - `decisions`: one decision for each array, by path.
     - `shardings`: a tree like the model, with a `NamedSharding` for each array, and
@@ -102,11 +110,14 @@ class Explanation:
     @property
     def stored(self) -> "dict[str, Stored]":
         """The arrays that are stored split and gathered for use, by path."""
+        return self._stored(self.decisions.values())
+
+    def _stored(self, decisions: Iterable[Decision]) -> "dict[str, Stored]":
         from redco_eqx._dataflow.prediction import Stored
 
         fsdp = axis_size(self.mesh, "fsdp")
         found = {}
-        for d in self.decisions.values():
+        for d in decisions:
             num_parts = axis_size(self.mesh, stored_axes(d.spec))
             if num_parts > 1:
                 gathered = float(d.bytes_per_device * num_parts)
@@ -117,6 +128,36 @@ class Explanation:
     def bytes_per_device(self) -> int:
         """Bytes of all arrays on one device."""
         return sum(d.bytes_per_device for d in self.decisions.values())
+
+    def _without_tensor(self) -> tuple[float, int] | None:
+        """Bytes that a device would send in a step, and hold for the arrays, if
+        `tensor` split nothing and `fsdp` the same.
+
+        `None` if `tensor` splits nothing, or if no program says what is sent.
+        """
+        if axis_size(self.mesh, "tensor") == 1 or self._laid_out is None:
+            return None
+        from redco_eqx._dataflow.prediction import sent_by_axes
+
+        assert self._analysis is not None
+        decisions = [self._whole(d) for d in self.decisions.values()]
+        if decisions == list(self.decisions.values()):
+            return None
+        found = self._analysis.laid_out({})
+        assert found is not None  # a layout without splits is always known
+        sent = sent_by_axes(found, self._stored(decisions), merged=True)
+        return sum(sent), sum(d.bytes_per_device for d in decisions)
+
+    def _whole(self, decision: Decision) -> Decision:
+        """The decision without the `tensor` axis."""
+        spec = _without(decision.spec, "tensor")
+        num_parts = axis_size(self.mesh, axes_of(decision.spec))
+        num_bytes = decision.bytes_per_device * num_parts
+        return dataclasses.replace(
+            decision,
+            spec=spec,
+            bytes_per_device=num_bytes // axis_size(self.mesh, axes_of(spec)),
+        )
 
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         rows = [("path", "shape", "spec", "role", "per device", "reason")]
@@ -144,7 +185,27 @@ class Explanation:
                 "with loss_fn=redco_eqx.split_activations(loss_fn), "
                 f"{str(split).splitlines()[0]}"
             )
+        whole = self._without_tensor()
+        if plain is not None and whole is not None:
+            sent, held = map(size_text, whole)
+            lines.append(
+                f"with all arrays whole over tensor, a device would send {sent} in a "
+                f"step (here {size_text(plain.num_bytes)}) and hold {held} of them "
+                f"(here {size})"
+            )
         return "\n".join(lines)
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """A spec that does not split over this axis."""
+    entries: list[str | tuple[str, ...] | None] = []
+    for entry in spec:
+        left = tuple(name for name in axes_in(entry) if name != axis)
+        if len(left) > 1:
+            entries.append(left)
+        else:
+            entries.append(left[0] if left else None)
+    return trimmed(PartitionSpec(*entries))
 
 
 def _collapse(decisions: dict[str, Decision]) -> Iterator[tuple[str, int, Decision]]:
