@@ -258,7 +258,7 @@ WRONG = [
         {"num_microbatches": 0}, "num_microbatches=0", id="num_microbatches-zero"
     ),
     pytest.param(
-        {"max_compilations": 0}, "max_compilations=0", id="max_compilations-zero"
+        {"max_compilations": -1}, "max_compilations=-1", id="max_compilations-below-0"
     ),
     pytest.param({"batch": {}}, "no arrays with a leading dim", id="batch-empty"),
     pytest.param(
@@ -318,3 +318,77 @@ def test_a_named_target_has_the_memory_and_the_speeds_of_its_chip(
         found.best.seconds == found.best.flops / 197e12 + found.best.sent_bytes / 100e9
     )
     assert "v5e:2x4: 8 devices, by the TPU compiler, 14.96 GiB of each" in str(found)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler is installed, and nothing may be compiled."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a compiler is called")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("redco_eqx._planning.plan.attempt", fail)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+
+
+LARGE = {"x": jax.ShapeDtypeStruct((4096, 16), jnp.float32)}
+LARGE |= {"y": LARGE["x"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "num_devices", "line"),
+    [
+        ("v5e:64x64", 4096, "plan for v5e:64x64: 4096 devices, by estimates: nothing"),
+        ("v4:2x2x4", 16, "plan for v4:2x2x4: 16 devices, by estimates: nothing was"),
+        ("v3:2x2", 8, "plan for v3:2x2: 8 devices, by estimates: nothing was compiled"),
+        ("h100:8", 8, "plan for h100:8: 8 devices, by estimates: nothing was compiled"),
+        (None, 8, "plan for these devices: 8 devices, by estimates: nothing was"),
+    ],
+)
+@pytest.mark.usefixtures("no_compiler")
+def test_a_plan_without_compilations_ranks_by_estimates(
+    target: str | None, num_devices: int, line: str
+) -> None:
+    found = plan(target=target, batch=LARGE, max_compilations=0)
+    assert str(found).splitlines()[0].startswith(line)
+    assert "nothing was compiled" in str(found).splitlines()[0]
+    assert found.best.mesh.size == num_devices
+    assert not found.fits
+    seconds = [trial.seconds for trial in found.trials]
+    assert seconds == sorted(seconds)
+    for trial in found.trials:
+        assert trial.fits is trial.memory.peak is trial.communication is None
+        assert trial.verdict == "not compiled: max_compilations=0"
+    assert "DOES NOT FIT" not in str(found)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_plan_without_compilations_puts_last_what_cannot_be_held() -> None:
+    held = [t.memory.arguments for t in plan(max_compilations=0).trials]
+    limit = (min(held) + max(held)) // 2
+    found = plan(max_compilations=0, bytes_per_device=limit)
+    is_large = [t.memory.arguments > limit for t in found.trials]
+    assert is_large == sorted(is_large)
+    assert any(is_large)
+    assert "alone take" in found.trials[-1].verdict
+    none = plan(max_compilations=0, bytes_per_device=1)
+    assert "DOES NOT FIT" in str(none).splitlines()[1]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_estimates_of_absent_devices_are_those_of_present_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = functools.partial(make_mlp, width=512)  # so that `fsdp` splits it
+    absent = plan(wide, target="v5e:2x4", max_compilations=0, batch=LARGE)
+    present = plan(wide, max_compilations=0, batch=LARGE)
+    # The platform counts: compilers for TPU merge sums, which that for CPU does not.
+    monkeypatch.setattr("redco_eqx._planning.plan.merges", lambda mesh: True)
+    monkeypatch.setattr("redco_eqx._planning.plan.narrows", lambda mesh: True)
+    merged = plan(wide, max_compilations=0, batch=LARGE)
+
+    def sent(found: Any) -> dict[str, float]:
+        return {str(trial): trial.sent_bytes for trial in found.trials}
+
+    assert sent(absent) == sent(merged) != sent(present)

@@ -15,7 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._base.compiler import merges, narrows
-from redco_eqx._base.protocols import Batch, LossFn, SplitActivations, check_positive
+from redco_eqx._base.protocols import (
+    Batch,
+    LossFn,
+    SplitActivations,
+    check_positive,
+    check_whole,
+)
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._dataflow.engine import Analysis, with_activations
 from redco_eqx._dataflow.prediction import sent_by_axes
@@ -28,7 +34,6 @@ from redco_eqx._sharding.mesh import (
     AXES,
     batch_sharding,
     context_of,
-    make_mesh,
     num_batch_shards,
 )
 from redco_eqx._sharding.rules import analyse, explain_by
@@ -81,15 +86,25 @@ class MeshPlan:
 
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         best = self.best
-        lines = [f"plan for {self.target}, {gib(self.capacity)} GiB of each for a step"]
-        lines += [
-            f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}",
-            "",
-        ]
+        is_compiled = best.fits is not None
+        is_state = best.memory.arguments > self.capacity
+        how = str(self.target)
+        outcome = "fits"
+        if not is_compiled:
+            how = (
+                f"{self.target.name}: {self.target.num_devices} devices, by estimates: "
+                "nothing was compiled"
+            )
+            outcome = "first by estimates"
+        if is_state or (is_compiled and not self.fits):
+            outcome = "DOES NOT FIT"
+        lines = [f"plan for {how}, {gib(self.capacity)} GiB of each for a step"]
+        lines += [f"{outcome}: {best}: {best.verdict}", ""]
         lines += table(_of_memory(best.memory, self.capacity), right=(1,))
-        if not self.fits:
-            is_state = best.memory.arguments > self.capacity
-            lines += ["", _FOR_STATE if is_state else _FOR_STEP]
+        if is_state:
+            lines += ["", _FOR_STATE]
+        elif outcome == "DOES NOT FIT":
+            lines += ["", _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
         return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3))])
@@ -202,7 +217,9 @@ def plan(
         its memory.
     - `max_compilations`: the maximum number of candidates to compile. If none fits, the
         one that comes closest is compiled again, with microbatches of one row on a
-        device.
+        device. With 0, nothing is compiled, so a named target needs no compiler, and
+        may have any number of devices: meshes are ranked by estimates, and nothing says
+        what a step takes beside its arguments.
     - `progress`: true to report each compilation on stderr.
 
     A Ctrl-C ends the search early, and returns the result so far.
@@ -216,18 +233,23 @@ def plan(
 
     - `ValueError`: the target is not known, no mesh splits the batch evenly, or the
         batch does not fit the loss.
-    - `ImportError` if the target's compiler is not installed.
+    - `ImportError` if the target's compiler is not installed, and `max_compilations` is
+        not 0.
     """
-    check_positive(
-        "plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device
-    )
+    check_positive("plan", bytes_per_device=bytes_per_device)
+    check_whole("plan", max_compilations=max_compilations)
+    if max_compilations < 0:
+        raise ValueError(
+            f"plan: max_compilations={max_compilations}, but it must be at least 0, to "
+            "compile nothing."
+        )
     if isinstance(num_microbatches, Iterable):
         counts = tuple(num_microbatches)
     else:
         counts = (num_microbatches,)
     for count in counts:
         check_positive("plan", num_microbatches=count)
-    chosen = find_target(target)
+    chosen = find_target(target, compiles=max_compilations > 0)
     capacity = bytes_per_device
     if capacity is None:
         capacity = int(chosen.chip.memory * (1 - RESERVE))
@@ -251,7 +273,7 @@ def plan(
     num_rows = next(
         (x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1
     )
-    num_devices = len(chosen.devices)
+    num_devices = chosen.num_devices
     if mesh is not None and not set(mesh) <= set(AXES):
         raise ValueError(
             f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}."
@@ -259,7 +281,7 @@ def plan(
     sizes: Iterable[dict[str, Any]] = [dict(mesh or {})]
     if mesh is None:
         sizes = meshes(num_devices, num_rows)
-    all_meshes = [make_mesh(**each, devices=chosen.devices) for each in sizes]
+    all_meshes = [chosen.mesh(**each) for each in sizes]
     if any(each.size != num_devices for each in all_meshes):
         raise ValueError(
             f"plan: mesh={mesh} must use exactly the target's {num_devices} devices."
@@ -316,7 +338,7 @@ class _Choices:
     batch: Batch
     trainable: PyTree
     target: Target
-    meshes: Sequence[Mesh]
+    meshes: Sequence[Mesh | AbstractMesh]
     counts: Sequence[int]
     num_rows: int
 
@@ -326,13 +348,13 @@ class _Choices:
         shapes = self._shapes(values)
         traced = trace_step(self.loss_fn, shapes, self.batch)
         flops = num_flops(traced.jaxpr)
-        devices = self.target.devices
+        num_devices = self.target.num_devices
 
         # Independent of how many of the other devices `fsdp` has, if any.
         @functools.cache
         def analyses(tensor: int, has_fsdp: bool) -> list[Analysis]:
-            fsdp = len(devices) // tensor if has_fsdp else 1
-            mesh = make_mesh(tensor=tensor, fsdp=fsdp, devices=devices)
+            fsdp = num_devices // tensor if has_fsdp else 1
+            mesh = self.target.mesh(tensor=tensor, fsdp=fsdp)
             found = [analyse(traced, shapes, mesh)]
             if traced.splits:
                 split = with_activations(found[0], mesh)
@@ -359,7 +381,7 @@ class _Choices:
 
     def _on_mesh(
         self,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         options: Mapping[str, Option],
         found: Analysis,
         shapes: PyTree,

@@ -3,6 +3,7 @@ be present."""
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+
+from redco_eqx._sharding.mesh import AXES, make_mesh
 
 # The memory of accelerators, and the speeds that rank plans, from the makers' data
 # sheets.
@@ -109,6 +113,9 @@ TPUS = {
     "v6e": Chip(int(31.25 * GIB), 918e12, 3584e9 / 16),
 }
 
+_CORES = {"v2": 2, "v3": 2}
+"""The number of devices that JAX has for a chip, if it is not one."""
+
 _V100 = Architecture((7, 0), 64, 2048, 96 * 1024, 96 * 1024, 6 * 2**20, 1.53)
 _A100 = Architecture((8, 0), 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
 _H100 = Architecture((9, 0), 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
@@ -143,11 +150,13 @@ class Target:
     """Devices to plan for.
 
     - `name`: the name that the caller used.
-    - `devices`: the devices of the topology.
+    - `devices`: the devices of the topology; none if nothing is to be compiled, which
+        needs no compiler.
     - `chip`: the memory and the speeds of one device; the `memory` is 0 if no limit is
         known.
     - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`.
     - `compiler_options`: options for the compiler.
+    - `num_absent`: the number of devices if there are no `devices`.
     """
 
     name: str
@@ -155,16 +164,36 @@ class Target:
     chip: Chip
     compiler: str
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    num_absent: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices) or self.num_absent
+
+    def mesh(self, **sizes: int) -> Mesh | AbstractMesh:
+        """Make a mesh of the devices, as `make_mesh` does."""
+        if self.devices:
+            return make_mesh(**sizes, devices=self.devices)
+        tensor = sizes.get("tensor", 1)
+        fsdp = sizes.get("fsdp", 1)
+        data = sizes.get("data", -1)
+        if data == -1:
+            data = self.num_absent // (tensor * fsdp)
+        device = AbstractDevice(self.name, None, platform=self.compiler)
+        return AbstractMesh((data, fsdp, tensor), AXES, abstract_device=device)
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {len(self.devices)} devices, by the {self.compiler.upper()} "
+            f"{self.name}: {self.num_devices} devices, by the {self.compiler.upper()} "
             "compiler"
         )
 
 
-def find_target(target: str | Sequence[Any] | None) -> Target:
+def find_target(target: str | Sequence[Any] | None, *, compiles: bool = True) -> Target:
     """Find the devices that `target` stands for (see `plan`).
+
+    `compiles`: false if only the number of the devices of a named target counts. Then
+    it needs no compiler, which would say whether it has this topology.
 
     **Raises:**
 
@@ -186,9 +215,14 @@ def find_target(target: str | Sequence[Any] | None) -> Target:
         )
     kind, _, shape = target.partition(":")
     if kind in TPUS and re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        return Target(target, _topology(target), TPUS[kind], "tpu")
+        if compiles:
+            return Target(target, _topology(target), TPUS[kind], "tpu")
+        num_devices = math.prod(map(int, shape.split("x"))) * _CORES.get(kind, 1)
+        return Target(target, (), TPUS[kind], "tpu", num_absent=num_devices)
     if kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
-        return Target(target, _topology(target), GPUS[kind], "gpu", _NO_TRIALS)
+        if compiles:
+            return Target(target, _topology(target), GPUS[kind], "gpu", _NO_TRIALS)
+        return Target(target, (), GPUS[kind], "gpu", num_absent=int(shape))
     raise ValueError(
         f"plan: target={target!r} is not known. For a TPU, pass one of "
         f"{', '.join(TPUS)} with its topology "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.protocols import Batch, Metrics
 from redco_eqx._compiled.communication import Communication, communication, memory_bytes
@@ -47,7 +47,7 @@ class Trial:
     - `verdict`: the reason, in words.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     options: Mapping[str, Option]
     num_microbatches: int
     state: TrainState
@@ -165,7 +165,7 @@ def search(
     tried: list[Trial] = []
     smaller: list[Trial] = []
     best = math.inf
-    reason = "max_compilations is reached"
+    reason = "max_compilations is reached" if most else "max_compilations=0"
 
     def order(x: Trial) -> tuple[bool, int, float]:
         # Trials that seem to fit differ only in their time.
@@ -188,12 +188,13 @@ def search(
             left.remove(next_trial)
             if tried[-1].fits:
                 best = min(best, tried[-1].seconds)
-        least = min(tried, key=_rank)
-        # Microbatches of one row on a device.
-        count = num_rows // num_batch_shards(least.mesh)
-        can_shrink = count > least.num_microbatches
-        if not least.fits and least.memory.arguments <= capacity and can_shrink:
-            smaller = [compile(dataclasses.replace(least, num_microbatches=count))]
+        if tried:
+            least = min(tried, key=_rank)
+            # Microbatches of one row on a device.
+            count = num_rows // num_batch_shards(least.mesh)
+            can_shrink = count > least.num_microbatches
+            if not least.fits and least.memory.arguments <= capacity and can_shrink:
+                smaller = [compile(dataclasses.replace(least, num_microbatches=count))]
     except KeyboardInterrupt:
         reason = "interrupted"
 
