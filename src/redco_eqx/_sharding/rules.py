@@ -142,7 +142,7 @@ def explain(
     """Explain the layout that `shard_rules` chooses: the role of each array, and the
     reason for it.
 
-    It takes the same arguments as `shard_rules`, and raises the same errors.
+    The arguments and errors are as for `shard_rules`.
     `print(explain(model, mesh))` shows a table, in which layers with the same layout
     share a row (`layers.[0-11].mlp.up.weight`). With a program, lines below say what a
     device sends in a step, what it would send with [`split_activations`][], if that is
