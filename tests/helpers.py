@@ -87,7 +87,8 @@ def stepped(
 ) -> Stepped:
     """One `train_step` of a model on a mesh, in the layout of the rules, or in
     `shardings`."""
-    options = {"shardings": shard_rules(model, mesh), **options}
+    if "shardings" not in options:
+        options["shardings"] = shard_rules(model, mesh)
     before = init_state(
         eqx.filter_shard(model, options["shardings"]), optimizer, key=jax.random.key(1)
     )

@@ -28,7 +28,7 @@ from redco_eqx._step import constraints
 
 SGD = optax.sgd(0.1)
 # Of small weights.
-pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. the names do not say")
+pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. names and shapes do not")
 
 
 @pytest.fixture(autouse=True)

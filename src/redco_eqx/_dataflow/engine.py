@@ -8,11 +8,11 @@ from typing import TypeAlias
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.compiler import merges
+from redco_eqx._base.policy import MEMORY
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.reasons import Reasons
 from redco_eqx._dataflow.search import (
-    MEMORY,
     Sent,
     SplitOfEach,
     as_layout,

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from redco_eqx._base.policy import MAX_STEPS, MAX_STEPS_TAKEN, MEMORY
 from redco_eqx._dataflow.values import (
     STREAM,
     Event,
@@ -22,10 +23,6 @@ from redco_eqx._dataflow.values import (
 from redco_eqx._dataflow.walk import Costs, Walk
 
 # The exact choice: among all splits that do not clash, the set that is worth the most.
-
-
-MEMORY = 0.01
-"""A byte of parameters that is no longer on a device is worth this many bytes sent."""
 
 
 def worth(costs: Costs, split: Split) -> float:
@@ -413,14 +410,6 @@ SplitOfEach = dict[int, int]
 
 SplitChange: TypeAlias = Mapping[int, int | None]
 """For some parameters, the index of the split to take, or `None`."""
-
-MAX_STEPS = 50_000
-"""The limit on operations that are simulated for layouts that leave single parameters
-whole."""
-
-MAX_STEPS_TAKEN = 4 * MAX_STEPS
-"""The limit for layouts that take single splits from another layout; few programs need
-these."""
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from redco_eqx._base.policy import WORK
 from redco_eqx._dataflow.choice import (
     PENDING,
     WHOLE,
@@ -19,7 +20,7 @@ from redco_eqx._dataflow.choice import (
 )
 from redco_eqx._dataflow.search import Constraint, cheapest
 from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import WORK, depth_of
+from redco_eqx._dataflow.walk import depth_of
 
 MADE = 0.003
 """The cost of a byte that a device computes, in bytes sent. So among choices that send

@@ -11,6 +11,7 @@ from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, num_bytes, shape_of, used
+from redco_eqx._base.policy import WORK
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
     ADDING,
@@ -288,13 +289,6 @@ def unknown(aval: AbstractValue) -> Value:
 
 
 Held: TypeAlias = Callable[[int, int | None], float]
-
-WORK = 2.1
-"""A split that divides a whole layer of average depth is worth a sum over devices of
-this many of the layer's results. A pair of square layers, split on two devices, leaves
-half of its work to the other device, and sends two sums, forward and backward: at 2
-these are even, and a tie is split. Because worth is measured by the depth of the model,
-a layout hardly changes with the sizes of model, batch and sequence."""
 
 LATER = (
     "convert_element_type",

@@ -17,6 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.captured import check_captured
+from redco_eqx._base.policy import (
+    FSDP_MIN_SIZE,
+    LARGE_BYTES,
+    LARGE_SHARE,
+    STORED_BYTES,
+)
 from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, to_arrays
 from redco_eqx._base.warn import warn
 from redco_eqx._sharding.explanation import Decision, Explanation
@@ -43,15 +49,6 @@ if TYPE_CHECKING:
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 """Pairs of a glob over paths and a spec. The first pair that matches a leaf decides."""
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
-
-FSDP_MIN_SIZE = 2**12
-"""The number of elements from which `fsdp` splits a matrix."""
-LARGE_BYTES = 2**20
-"""The size from which a warning names an array that no rule could split."""
-LARGE_SHARE = 1 / 20
-"""The part of a model that may be replicated without a warning."""
-STORED_BYTES = 2**22
-"""The size from which an array that `tensor` cannot split for use is stored split."""
 
 
 def shard_rules(
