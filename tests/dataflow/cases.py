@@ -105,7 +105,31 @@ def recurrent(model: Any, x: Any) -> Any:
     return jax.vmap(model["out"])(jax.lax.scan(step, (start, start), x)[1])
 
 
+def recurrence(model: Any, x: Any) -> Any:
+    """A linear recurrence along the row, by levels: the last has slices without
+    elements."""
+    inputs = x @ model["up"]
+
+    def then(before: Any, after: Any) -> Any:
+        return before[0] * after[0], after[0] * before[1] + after[1]
+
+    decays = jnp.broadcast_to(jax.nn.sigmoid(model["decay"]), inputs.shape)
+    _, states = jax.lax.associative_scan(then, (decays, inputs))
+    return x + jax.nn.gelu(states) @ model["down"]
+
+
+def weights_and_decay(key: Any) -> Any:
+    return {**weights()(key), "decay": jnp.linspace(-2.0, 2.0, HIDDEN)}
+
+
 _ENTRIES = (
+    of_rows(
+        "recurrence",
+        weights_and_decay,
+        recurrence,
+        {**COLUMN_ROW, "decay": ("tensor",)},
+        x=(LENGTH, DIM),
+    ),
     of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, x=(LENGTH, DIM)),
     of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, x=(LENGTH, DIM)),
     Entry(

@@ -38,7 +38,7 @@ BY_MESH = {
         "stacked_llama_gqa_refused gpt2 t5 fused_qkv ensemble lora conv2d gru "
         "solve_of_rows"
     ),
-    "tensor8": "gate_narrow groupnorm_between ridge_of_heads",
+    "tensor8": "gate_narrow groupnorm_between ridge_of_heads recurrence",
     "2x2x2": "moe experts_by_example",
 }
 CASES = [
@@ -95,7 +95,7 @@ BY_INNER: dict[str, Any] = {"up": P(None, None, "tensor"), "down": STACKED_COLUM
 # makes, so that it is gathered and nothing is summed.
 EACH_GROUP: dict[str, Any] = dict.fromkeys(("up", "down"), COLUMNS)
 LAYOUTS: list[tuple[str, dict[str, Any] | None, float]] = [
-    *((name, None, 0.01) for name in ("projections", "solve_of_rows")),
+    *((name, None, 0.01) for name in ("projections", "solve_of_rows", "recurrence")),
     ("mlp_4", {}, 0.01),
     *((name, {"*": COLUMNS}, 0.25) for name in ("mlp_4", "llama_gqa_refused")),
     *((name, BY_COLUMNS, 0.035) for name in ("ridge_of_heads", "solve_of_rows")),

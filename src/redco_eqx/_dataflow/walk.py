@@ -156,6 +156,13 @@ class Walk:
     def results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         """The results of one operation."""
         self.equation = equation
+        if all(0 in shape for shape in self.after):
+            # Nothing is computed or sent for results without elements, as in the last
+            # level of `associative_scan`, where the shapes of operands need not fit.
+            return [
+                self.result(new_dims(shape), operands, i)
+                for i, shape in enumerate(self.after)
+            ]
         try:
             given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
