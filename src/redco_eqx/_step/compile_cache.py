@@ -9,11 +9,14 @@ saved.
 import collections
 import hashlib
 import re
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import PyTree
+
+CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str]
+"""Options for XLA, by name."""
 
 # Enough for a few tasks that alternate training, evaluation and prediction.
 _MOST = 16
@@ -41,8 +44,30 @@ def check_compiles(where: str) -> None:
         )
 
 
+def checked_options(
+    where: str, options: CompilerOptions | None
+) -> dict[str, Any] | None:
+    """The options as JAX takes them. Raises `TypeError` if they are not a dict from
+    names to values. (XLA itself refuses a name that it does not know.)"""
+    if options is None:
+        return None
+    kinds = (bool, int, float, str)
+    if isinstance(options, Mapping) and all(
+        isinstance(name, str) and isinstance(value, kinds)
+        for name, value in options.items()
+    ):
+        return dict(options)
+    raise TypeError(
+        f"{where}: compiler_options must be a dict from names of options to bools, "
+        f"numbers or strings, but is {options!r}. An example is "
+        '{"xla_cpu_enable_fast_math": True}.'
+    )
+
+
 def compile_once(
-    lowered: jax.stages.Lowered, *arguments: PyTree
+    lowered: jax.stages.Lowered,
+    *arguments: PyTree,
+    compiler_options: dict[str, Any] | None = None,
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile a program, or return the one that was compiled before from the same text.
     Also return a digest of the text, which is the same in each process; it is empty if
@@ -51,7 +76,12 @@ def compile_once(
     - `arguments`: those that the program was lowered for, which say on which devices it
         runs. The program must be from `jax.jit(keep_unused=True)`: otherwise, its text
         does not say which of them it takes.
+    - `compiler_options`: those to compile it with.
     """
+
+    def compile() -> jax.stages.Compiled:
+        return lowered.compile(compiler_options)
+
     text = lowered.as_text()
     digest = ""
     if jax.process_count() > 1:  # addresses in memory differ between processes
@@ -63,13 +93,14 @@ def compile_once(
     # There are more arguments if JAX passes some of its own, such as a `jax.new_ref` or
     # a token.
     if _PYTHON.search(text) or head.count("%arg") != len(jax.tree.leaves(arguments)):
-        return lowered.compile(), digest
+        return compile(), digest
     # All options of JAX, those of the compiler, too.
-    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
+    settings = (repr(getattr(jax.config, name, None)) for name in jax.config.values)
+    options = (*settings, repr(sorted((compiler_options or {}).items())))
     # In Python, 1 equals True.
     whole = hashlib.sha256(f"{text}{lowered.out_tree}".encode()).digest()
     key = whole, signature(arguments), lowered.out_tree, options
-    program = _programs.pop(key, None) or lowered.compile()
+    program = _programs.pop(key, None) or compile()
     _programs[key] = program
     if len(_programs) > _MOST:
         _programs.popitem(last=False)

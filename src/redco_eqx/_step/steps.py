@@ -66,6 +66,7 @@ from redco_eqx._base.tree import (
 )
 from redco_eqx._base.warn import warn
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated, traced_mesh
+from redco_eqx._step.compile_cache import CompilerOptions, checked_options
 from redco_eqx._step.layout import (
     Layout,
     check_on_mesh,
@@ -536,7 +537,13 @@ class JittedStep(Generic[R]):
     """The result of `jit_step`. Call it like the step, or inspect the program with
     `lower(state, batch)`."""
 
-    def __init__(self, step: Callable[..., R], *, donate: bool):
+    def __init__(
+        self,
+        step: Callable[..., R],
+        *,
+        donate: bool,
+        compiler_options: CompilerOptions | None,
+    ):
         def checked(*arguments: Any, **named: Any) -> R:
             result = step(*arguments, **named)
             new = result[0] if isinstance(result, tuple) and result else result
@@ -546,11 +553,16 @@ class JittedStep(Generic[R]):
 
         run = corrected(checked)
         run.__doc__ = step.__doc__
-        self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
+        options = checked_options("jit_step", compiler_options)
+        self._jitted = jax.jit(
+            run, donate_argnums=0 if donate else (), compiler_options=options
+        )
         self._donates = donate
         # For a state with frozen arrays, which are an argument of their own.
         self._apart = jax.jit(
-            functools.partial(_with_frozen_apart, checked), donate_argnums=0
+            functools.partial(_with_frozen_apart, checked),
+            donate_argnums=0,
+            compiler_options=options,
         )
         self._taken_over: set[str] = set()
         # A trace knows only the number of devices, so the mesh of `shardings` is
@@ -685,7 +697,12 @@ def _with_frozen(result: Any, frozen: dict[str, Array]) -> Any:
     )
 
 
-def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
+def jit_step(
+    step: Callable[..., R],
+    *,
+    donate: bool = True,
+    compiler_options: CompilerOptions | None = None,
+) -> JittedStep[R]:
     """Compile a function of a state and a batch as `jax.jit(step, donate_argnums=0)`,
     with two safeguards.
 
@@ -712,6 +729,7 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
         return them: the new state has the very arrays of the old one. A step that
         returns other arrays for them takes them over, too, and warns once. Pass `False`
         for a step that returns no state, such as `eval_step`.
+    - `compiler_options`: options for XLA, as of `jax.jit`, by name.
 
     **Returns:**
 
@@ -724,4 +742,4 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
     `donate`, also if `step` returns a state with another structure, or with arrays of
     other shapes or dtypes.
     """
-    return JittedStep(step, donate=donate)
+    return JittedStep(step, donate=donate, compiler_options=compiler_options)

@@ -28,7 +28,11 @@ from redco_eqx._data.placement import check_batch_size
 from redco_eqx._distributed.consensus import check_complete, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.compile_cache import check_compiles
+from redco_eqx._step.compile_cache import (
+    CompilerOptions,
+    check_compiles,
+    checked_options,
+)
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import (
     TrainState,
@@ -69,6 +73,7 @@ def fit(
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
     step_timeout_seconds: float | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> tuple[TrainState, History]:
     """Train a model, and return the new state and the history of the run.
 
@@ -133,6 +138,8 @@ def fit(
         time, `fit` prints the stack of each thread and ends all processes. The time to
         compile a step counts, and so does the time to return to a place in a stream,
         which may have to be read again.
+    - `compiler_options`: options for XLA, as of `jax.jit`, by name, to compile the step
+        with. Evaluations are compiled without them.
 
     **Returns:**
 
@@ -188,6 +195,7 @@ def fit(
             "(NumPy arrays are constants; jnp.asarray makes a parameter)."
         )
     check_optimizer("fit", state, optimizer)
+    options = checked_options("fit", compiler_options)
     mesh = state_mesh(state)
     saver = None if checkpoints is None else _saver(checkpoints)
     plan = Plan(
@@ -221,6 +229,7 @@ def fit(
             "evaluation's batch_size, num_batches": evaluation
             and (evaluation.batch_size, evaluation.num_batches),
             "a hook, checkpoints": (hook is not None, saver and saver.config),
+            "compiler_options": options,
         }
         run = _begin(
             state,
@@ -264,6 +273,7 @@ def fit(
             loss_fn=loss_fn,
             optimizer=optimizer,
             num_microbatches=num_microbatches,
+            compiler_options=options,
             plan=plan,
             evaluation=evaluation,
             hook=hook,

@@ -75,6 +75,7 @@ def train_program(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     num_microbatches: int = 1,
+    compiler_options: dict[str, Any] | None = None,
 ) -> TrainProgram:
     """Compile a step for states with this layout and batches with these shapes. It
     leaves the state as it was if it is not finite.
@@ -123,7 +124,9 @@ def train_program(
     # steps in flight still reads earlier ones.
     jitted = jax.jit(body, donate_argnums=0, out_shardings=layout, keep_unused=True)
     inputs = (changing, constants, window, batch)
-    program, digest = compile_once(jitted.lower(*inputs), inputs)
+    program, digest = compile_once(
+        jitted.lower(*inputs), inputs, compiler_options=compiler_options
+    )
     return TrainProgram(
         program,
         is_constant,

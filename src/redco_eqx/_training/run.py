@@ -52,6 +52,10 @@ class _StoppedError(Exception):
     """The evaluation stops because a signal was received."""
 
 
+SLOW_COMPILE_SECONDS = 30.0
+"""The time to trace and compile a step from which `fit` says how to keep programs."""
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Training:
     """The state of a run and its record, which advance together.
@@ -71,6 +75,7 @@ class Training:
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     num_microbatches: int
+    compiler_options: dict[str, Any] | None
     plan: Plan
     evaluation: Evaluation | None
     hook: Hook | None
@@ -237,13 +242,16 @@ class Training:
                 "fixed sizes."
             )
             self._first = None
+        began = time.perf_counter()
         program = train_program(
             self.state,
             batch,
             step_fn=self.step_fn,
             **functions,
             num_microbatches=self.num_microbatches,
+            compiler_options=self.compiler_options,
         )
+        self._announce_cache(time.perf_counter() - began)
         if program.taken_over and not self._programs:
             self.reporter.say(
                 "fit: the step does not return the frozen arrays "
@@ -261,6 +269,20 @@ class Training:
         )
         self._programs[shapes] = program
         return program
+
+    def _announce_cache(self, seconds: float) -> None:
+        """Say once how to keep compiled programs, if they take long and are not
+        kept."""
+        config: Any = jax.config
+        if self._programs or seconds < SLOW_COMPILE_SECONDS:
+            return
+        if config.jax_compilation_cache_dir:
+            return
+        self.reporter.say(
+            f"fit: it took {seconds:.0f} s to trace and compile the step. A program "
+            "that starts again compiles it again. To keep compiled programs, set "
+            "JAX_COMPILATION_CACHE_DIR to a directory that all processes share"
+        )
 
     def _announce_what_is_not_compared(self, functions: Mapping[str, Any]) -> None:
         if "step_fn" in functions and not self.run.identity["step_fn"]:
