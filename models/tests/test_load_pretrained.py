@@ -184,21 +184,18 @@ def test_older_spellings(tmp_path):
         assert_same(load_file(tmp_path / f"new{i}" / SINGLE), arrays)
 
 
-def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(
-    tmp_path, recwarn
-):
-    """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow
-    any other."""
-    save_pretrained(make("roberta_masked", hidden_size=64), tmp_path)
+def test_the_layout_is_that_of_the_program(tmp_path, recwarn):
+    """The table of relative positions is split by heads, as the scores are. By names
+    and shapes it is whole, as a small table that every position needs."""
+    save_pretrained(make("t5"), tmp_path)
     mesh = rx.make_mesh(tensor=4)
     model = load_pretrained(tmp_path, mesh)
     assert not [x for x in recwarn if issubclass(x.category, rx.errors.ShardingWarning)]
-    layer = "roberta.encoder.layer.1."
     specs = {path: x.sharding.spec for path, x in to_arrays(model).items()}
-    assert specs[layer + "intermediate.dense.weight"] == P("tensor")
-    assert specs[layer + "output.dense.weight"] == P(None, "tensor")
-    with pytest.warns(rx.errors.ShardingWarning, match="order alone"):
-        rx.shard_rules(model, mesh)
+    by_names = rx.explain(model, mesh).decisions
+    (table,) = [x for x in specs if "decoder" in x and "relative_attention_bias" in x]
+    assert specs[table] == P(None, "tensor")
+    assert by_names[table].spec == P()
 
 
 # Rows that make a vocabulary divide.

@@ -20,6 +20,9 @@ from redco_eqx import _sharded_init as sharded_init
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
 from redco_eqx._base.tree import leaves_with_paths
 
+# Most models here are arrays without layers, about which the path rules only guess.
+pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. names and shapes do not")
+
 KEY = jax.random.key(7)
 
 

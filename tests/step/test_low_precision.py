@@ -243,6 +243,7 @@ EVERY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:shard_rules. names and shapes do not")
 @pytest.mark.parametrize("mesh", ["one", "2x2x2", *in_long("data", "tensor", "fsdp")])
 def test_lost_updates_are_counted_exactly_on_every_mesh(mesh: str) -> None:
     model: Any = {
