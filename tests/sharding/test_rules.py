@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, stack, unlike
 
 import redco_eqx as rx
+from redco_eqx._base.policy import FSDP_MIN_SIZE
 from redco_eqx._sharding import matrices
-from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 TENSOR, WHOLE = 4, P()
 

@@ -266,25 +266,32 @@ def run(mesh, examples, **arguments):
     return fit(state, examples, **{**defaults, **arguments})
 
 
+def evaluation_of(stream: Any) -> rx.Evaluation:
+    return rx.Evaluation(
+        stream, num_batches=2, collate_fn=as_floats, loss_fn=loss_fn, batch_size=8
+    )
+
+
 # One that is left in the middle of an epoch of a stream, and gone on with.
+states = {}
 for how, stream in STREAMS.items():
     for num_steps in (4, 7):
         checkpoints = rx.Checkpoints(directory / how, every_steps=4, keep_last=None)
         state = run(
             MESHES["data"], stream, num_steps=num_steps, checkpoints=checkpoints
         )
+        states[how] = state
+    state = states[how]
     results[f"steps {how}"] = int(state.step)
     apart = dataclasses.replace(state, step=state.step + process)
     results[f"apart {how}"] = str(
         raised(ValueError, rx.save, directory / "apart", apart)
     )
 
-    evaluation = rx.Evaluation(
-        stream, num_batches=2, collate_fn=as_floats, loss_fn=loss_fn, batch_size=8
-    )
+    evaluation = evaluation_of(stream)
     results[f"evaluated {how}"] = [evaluation(state) for _ in range(2)]
 results["evaluated unlike"] = str(
-    raised(ValueError, dataclasses.replace(evaluation, examples=unlike), state)
+    raised(ValueError, evaluation_of(unlike), states["whole"])
 )
 
 # Saved by the clock of process 0: both save after the same steps.
