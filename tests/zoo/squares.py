@@ -69,6 +69,7 @@ SIBLINGS = [
     "mu logvar",
     "mean std",
     "encode_image encode_text",
+    "w_src w_dst",
     "q k v",
     "query key value",
 ]

@@ -307,8 +307,9 @@ _KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
 # Names of the last matrix in a module.
 LAST_NAMES = ("o", "out", "output", "down")
 # Words in a name that tell matrices which read one input from matrices that follow one
-# another: a gate and what it multiplies, mean and variance, two towers, attention.
-PARALLEL_WORDS = ("gate", "mu", "mean", "text", "k", "key")
+# another: a gate and what it multiplies, mean and variance, two towers, the two ends of
+# an edge, attention.
+PARALLEL_WORDS = ("gate", "mu", "mean", "text", "src", "k", "key")
 
 
 @dataclasses.dataclass(eq=False)
