@@ -435,11 +435,11 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     ]
     if guesses and axis_size(mesh, "tensor") > 1:
         lines = [f"{d.path}: {d.reason}" for d in guesses]
+        listed = first_few(lines, separator="\n  ")
         messages.append(
             "shard_rules: names and shapes do not tell how the program uses these "
             "arrays, so another layout may send several times less. Pass loss_fn and "
-            "batch to let the traced program decide:\n  "
-            f"{first_few(lines, separator=chr(10) + '  ')}"
+            f"batch to let the traced program decide:\n  {listed}"
         )
     for message in messages:
         warn(message, ShardingWarning)
