@@ -287,6 +287,7 @@ def bench(session: nox.Session) -> None:
         "overhead",
         "first_step",
         "collectives",
+        "accumulation",
         "experts",
         "layouts",
         "activations",

@@ -93,6 +93,13 @@ GOLDEN: dict[str, Spec] = {
     "depthwise, accumulated": program(
         {**DEPTHWISE, "wrapper": "checkpoint"}, batch=16, num_microbatches=2
     ),
+    # `vmap` over data shards makes groups of them in a weight gradient.
+    "convolution, reduced once": program(
+        {**DEPTHWISE, "groups": 1, "width": 8}, batch=16, mode="reduce_once"
+    ),
+    "depthwise, reduced once": program(
+        DEPTHWISE, batch=16, num_microbatches=2, mode="reduce_once"
+    ),
     "depthwise, derivative of a step": program(DEPTHWISE, mode="outer"),
     "depthwise, inner step": program(DEPTHWISE, **INNER),
     "depthwise in a scan": program(STACKED),

@@ -26,7 +26,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = sorted({operation.family for operation in OPERATIONS.values()})
 OBJECTIVES = ("loss", "gradient_penalty", "inner_step")
-MODES = ("step", "ensemble", "outer")
+MODES = ("step", "ensemble", "outer", "reduce_once")
 
 
 class Program(NamedTuple):

@@ -2,6 +2,7 @@
 mesh."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -31,14 +32,21 @@ Gradients = dict[str, np.ndarray]
 
 
 def on_one_device(
-    program: Program, models: list[Any], batch: Any, spec: Spec
+    program: Program, models: list[Any], batch: Any, spec: Spec, num_shards: int
 ) -> Gradients:
-    """By plain JAX; members of an ensemble are stacked."""
+    """By plain JAX; members of an ensemble are stacked. The loss is the mean of those
+    of the microbatches, each cut into `num_shards` parts."""
     k = spec["num_microbatches"]
 
     def loss_of(model: Any, batch: Any) -> Any:
-        parts = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
-        return sum(program.loss(model, part) for part in parts) / k
+        losses = []
+        for i in range(k):
+            cut = jax.tree.map(lambda x, i=i: jnp.split(x[i::k], num_shards), batch)
+            parts = jax.tree.transpose(
+                jax.tree.structure(batch), jax.tree.structure([0] * num_shards), cut
+            )
+            losses += [program.loss(model, part) for part in parts]
+        return sum(losses) / len(losses)
 
     def after_a_step(model: Any, batch: Any) -> Any:
         gradients = jax.grad(loss_of)(model, batch)
@@ -97,6 +105,7 @@ def through_train_step(
             loss_fn=loss_fn,
             optimizer=optimizer,
             shardings=shardings,
+            reduce_once=spec["mode"] == "reduce_once",
             **options,
         )
 
@@ -192,11 +201,19 @@ def check(
         make_model(program, seed)
         for seed in range(NUM_MEMBERS if spec["mode"] == "ensemble" else 1)
     ]
-    try:
-        expected = on_one_device(program, models, batch, spec)
-    except (NotImplementedError, TypeError, ValueError):
-        return  # plain JAX has no such gradient
+
+    @functools.cache
+    def expected_of(num_shards: int) -> Gradients:
+        return on_one_device(program, models, batch, spec, num_shards)
+
     for mesh, kind in spec["layouts"]:
+        num_shards = 1
+        if spec["mode"] == "reduce_once":
+            num_shards = MESHES[mesh].get("data", 1)
+        try:
+            expected = expected_of(num_shards)
+        except (NotImplementedError, TypeError, ValueError):
+            return  # plain JAX has no such gradient
         try:
             found, collectives = through_train_step(
                 program, models, batch, spec, mesh, kind

@@ -58,8 +58,8 @@ class WithTeacher(eqx.Module):
         return self.student(x)
 
 
-def teacher_state() -> Any:
-    mesh = rx.make_mesh(**MESH)
+def teacher_state(**sizes: int) -> Any:
+    mesh = rx.make_mesh(**sizes or MESH)
     linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     model = WithTeacher(linear, jax.tree.map(jnp.copy, linear))
     model = eqx.filter_shard(model, rx.shard_rules(model, mesh))
@@ -80,9 +80,11 @@ def with_average(state: Any, batch: Any, *, rate: float = 0.9, **options: Any) -
     return eqx.tree_at(lambda s: s.frozen, new, teacher), metrics
 
 
-def run(step_fn: Any, directory: Any, num_steps: int, **options: Any) -> Any:
+def run(
+    step_fn: Any, directory: Any, num_steps: int, state: Any = None, **options: Any
+) -> Any:
     return fit(
-        teacher_state(),
+        state or teacher_state(),
         make_examples(40, dim=8),
         batch_size=8,
         step_fn=step_fn,
@@ -139,6 +141,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_last_good_state() -> No
 
 SLOWER = functools.partial(with_average, rate=0.99)
 OPTIONS = functools.partial(rx.train_step, reshard_after_forward=True)
+ONCE = functools.partial(rx.train_step, reduce_once=True)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +152,18 @@ OPTIONS = functools.partial(rx.train_step, reshard_after_forward=True)
         (with_average, rx.train_step, True),
         (with_average, with_average, False),
         (rx.train_step, OPTIONS, False),
+        (rx.train_step, ONCE, True),
+        (ONCE, ONCE, False),
     ],
-    ids=["another", "from train_step", "to train_step", "the same", "other options"],
+    ids=[
+        "another",
+        "from train_step",
+        "to train_step",
+        "the same",
+        "other options",
+        "to data shards by themselves",
+        "the same data shards",
+    ],
 )
 def test_another_step_of_a_resumed_run_is_named(
     first: Any, second: Any, is_named: bool, tmp_path: pathlib.Path, recwarn: Any
@@ -159,6 +172,31 @@ def test_another_step_of_a_resumed_run_is_named(
     run(second, tmp_path, 3)
     words = "step_fn of this call computes something different"
     assert any(words in str(w.message) for w in recwarn) == is_named
+
+
+def test_another_number_of_data_shards_by_themselves_is_named(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Each has a key of its own, so random numbers are others."""
+    run(ONCE, tmp_path, 2)
+    with pytest.warns(UserWarning, match="step_fn of this call computes something"):
+        run(ONCE, tmp_path, 3, teacher_state(tensor=2))
+
+
+def test_sums_of_each_microbatch_are_said_and_once_is_the_same_run(
+    capsys: Any,
+) -> None:
+    options: Any = {"num_microbatches": 2, "loggers": [rx.ConsoleLogger()]}
+    each = run(rx.train_step, None, 3, **options)
+    said = capsys.readouterr()
+    words = "each of the 2 microbatches sums gradients over data"
+    assert (said.out + said.err).count(words) == 1
+    once = run(ONCE, None, 3, **options)
+    said = capsys.readouterr()
+    assert words not in said.out + said.err
+    for path, x in each.params.items():
+        # Float32 sums in another order, of three steps.
+        np.testing.assert_allclose(once.params[path], x, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_that_cannot_be_compared_says_so_once(

@@ -20,7 +20,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from redco_eqx._base.tree import from_arrays, is_array, to_arrays
-from redco_eqx._sharding.mesh import batch_axes, tensor_size, traced_mesh
+from redco_eqx._sharding.mesh import (
+    batch_axes,
+    mapped_axes,
+    tensor_size,
+    traced_mesh,
+)
 
 # Sums over devices inside a `shard_map` and their transposes, in a form that every
 # compiler accepts.
@@ -221,7 +226,11 @@ def _manual_axes(mesh: AbstractMesh, sequence_parallel: bool) -> set[str]:
     """The axes that a `shard_map` does not leave to the compiler."""
     # Beside automatic axes, gathers and scatters over a manual axis become other
     # operations.
-    return set(mesh.axis_names) if sequence_parallel else {"tensor"}
+    if sequence_parallel:
+        return set(mesh.axis_names)
+    # A `vmap(spmd_axis_name=)` splits a dim over its axis in the specs, which may name
+    # only manual axes.
+    return {"tensor", *mapped_axes()}
 
 
 def _split_last(ndim: int, rows: tuple[str, ...] | None) -> PartitionSpec:

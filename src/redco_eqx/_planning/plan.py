@@ -163,6 +163,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     options: Mapping[str, Sequence[Option]] | None = None,
     num_microbatches: int | Sequence[int] = 1,
+    reduce_once: bool = False,
     trainable: PyTree = is_trainable,
     bytes_per_device: int | None = None,
     max_compilations: int = 6,
@@ -212,6 +213,7 @@ def plan(
         however much memory it needs.
     - `options`: the values to try for each option of `model`, by name, the best first.
     - `num_microbatches`: one number, or several to try, see `train_step`.
+    - `reduce_once`: see `train_step`.
     - `trainable`: see `init_state`; a function gets abstract arrays.
     - `bytes_per_device`: the bytes of a device that a step may use; by default, 95% of
         its memory.
@@ -295,6 +297,7 @@ def plan(
         target=chosen,
         meshes=[x for x in all_meshes if num_rows % num_batch_shards(x) == 0],
         counts=counts,
+        reduce_once=reduce_once,
         num_rows=num_rows,
     )
     options = options or {}
@@ -314,7 +317,12 @@ def plan(
             line = f"plan: compiling {trial} for {chosen.name}"
             print(line, file=sys.stderr, flush=True)
         function = loss_fn if trial.options.get("split_activations") else plain
-        step = functools.partial(train_step, loss_fn=function, optimizer=optimizer)
+        step = functools.partial(
+            train_step,
+            loss_fn=function,
+            optimizer=optimizer,
+            reduce_once=reduce_once,
+        )
         return attempt(trial, step, capacity)
 
     found = search(trials, compile, capacity, max_compilations, num_rows)
@@ -329,6 +337,7 @@ class _Choices:
     - `target`: the devices.
     - `meshes`: those that split the batch evenly.
     - `counts`: the numbers of microbatches.
+    - `reduce_once`: as for `plan`.
     - `num_rows`: the number of rows of the batch.
     """
 
@@ -340,6 +349,7 @@ class _Choices:
     target: Target
     meshes: Sequence[Mesh | AbstractMesh]
     counts: Sequence[int]
+    reduce_once: bool
     num_rows: int
 
     def trials(self, values: Mapping[str, Option]) -> Iterator[Trial]:
@@ -414,7 +424,11 @@ class _Choices:
             if self.num_rows % (num_shards * count) != 0:
                 continue
             num_times = count if is_for_each else 1
-            of_weights = (over_batch + gathered) * num_times
+            # Over `fsdp`, the sums of each microbatch stay.
+            num_sums = num_times
+            if self.reduce_once and mesh.shape["fsdp"] == 1:
+                num_sums = 1
+            of_weights = over_batch * num_sums + gathered * num_times
             yield Trial(
                 mesh=mesh,
                 options=options,

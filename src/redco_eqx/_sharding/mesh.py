@@ -1,6 +1,7 @@
 """The device mesh, and the layout of a batch on it."""
 
 import contextlib
+import contextvars
 import functools
 import math
 import os
@@ -238,19 +239,49 @@ def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     ```
     """
     check_mesh(mesh)
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    return NamedSharding(mesh, PartitionSpec(axes if axes else None))
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh) or None))
+
+
+# The axes over which the program that is being traced will be mapped.
+_mapped: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "redco_eqx_mapped_axes", default=()
+)
+
+
+@contextlib.contextmanager
+def mapped_over(axis: str) -> Iterator[None]:
+    """Trace a program that the caller then maps by `vmap(spmd_axis_name=axis)`.
+
+    Inside, this axis does not split the rows of a batch: the program sees those of one
+    shard. JAX refuses to map a `shard_map` whose specs name the axis.
+    """
+    token = _mapped.set((*_mapped.get(), axis))
+    try:
+        yield
+    finally:
+        _mapped.reset(token)
+
+
+def mapped_axes() -> tuple[str, ...]:
+    """The axes of the [`mapped_over`][]s around the current trace."""
+    return _mapped.get()
+
+
+def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of the mesh that split the rows of a batch."""
+    free = (axis for axis in BATCH_AXES if axis not in mapped_axes())
+    return tuple(axis for axis in free if axis in mesh.shape)
 
 
 def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """The number of parts into which the leading dim of a batch is split."""
-    return axis_size(mesh, BATCH_AXES)
+    return axis_size(mesh, row_axes(mesh))
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
     """The axes that split a batch of this size: all batch axes, or `None` if they do
     not divide it."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    axes = row_axes(mesh)
     if not axes or num_rows % axis_size(mesh, axes):
         return None
     return axes

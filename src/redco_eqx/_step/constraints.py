@@ -24,11 +24,11 @@ from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
 from redco_eqx._sharding.constraint import sharding_constraint
 from redco_eqx._sharding.mesh import (
-    BATCH_AXES,
     STORED,
     ShardingWarning,
     axis_size,
     num_batch_shards,
+    row_axes,
 )
 
 
@@ -72,7 +72,7 @@ class _Constraints:
                 self.handed[id(step.equation), id(step.operands[0])] = strategy
             else:
                 self.strategies[id(step)] = strategy
-        self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+        self._axes = tuple(axis for axis in row_axes(mesh) if mesh.shape[axis] > 1)
 
     def program(
         self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None

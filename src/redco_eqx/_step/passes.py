@@ -91,7 +91,9 @@ def program_of(
         _warn_unused(program, sorted(inputs[0]))
     if splits:
         program = _laid_out(program, inputs, layout, differentiates)
-    return for_partitioner(program, mesh, _split_kernels(inputs, layout))
+    return for_partitioner(
+        program, mesh, split_kernels({**inputs[0], **inputs[1]}, layout)
+    )
 
 
 def _gathered(
@@ -115,10 +117,9 @@ def _gathered(
     return program
 
 
-def _split_kernels(inputs: Inputs, layout: Layout) -> set[int]:
+def split_kernels(arrays: dict[str, Array], layout: Layout) -> set[int]:
     """The numbers of elements of the arrays that `tensor` splits, alone or as one layer
     of a stack."""
-    arrays = {**inputs[0], **inputs[1]}
     sizes = set()
     for path, sharding in layout.items():
         if tensor_dim(sharding.spec) is not None:

@@ -16,9 +16,10 @@ A training step on its way from `fit` to XLA:
    `jax.value_and_grad` differentiates it, `constraints.py` lays out its activations if
    the loss is wrapped in `split_activations`, and `workarounds.py` replaces operations
    that XLA's partitioner gets wrong.
-5. The program is called, once or for each microbatch. `update` (`optimizer.py`) applies
-   the optimizer. Gradients, parameters and optimizer state are constrained to the
-   layout, from which XLA's partitioner (Shardy) derives the communication.
+5. `gradient.py` calls the program, once or for each microbatch. `update`
+   (`optimizer.py`) applies the optimizer. Gradients, parameters and optimizer state
+   are constrained to the layout, from which XLA's partitioner (Shardy) derives the
+   communication.
 6. The loop calls the compiled program with the leaves of the state, which it donates,
    and with the batch. It keeps the steps that have not finished in
    `_training/in_flight.py`.
@@ -33,7 +34,7 @@ finite nor adds up metrics.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -41,7 +42,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._base.jaxprs import Program, trace
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._base.protocols import (
     RESERVED_METRICS,
     Batch,
@@ -67,13 +68,12 @@ from redco_eqx._base.tree import (
 from redco_eqx._base.warn import warn
 from redco_eqx._sharding.mesh import context_of, in_own_context, replicated, traced_mesh
 from redco_eqx._step.compile_cache import CompilerOptions, checked_options
+from redco_eqx._step.gradient import gradient_of
 from redco_eqx._step.layout import (
-    Layout,
     check_on_mesh,
     constrain,
     mesh_in,
     mesh_of,
-    microbatches,
     shardings_by_path,
     split_rows,
 )
@@ -84,7 +84,7 @@ from redco_eqx._step.optimizer import (
     update,
 )
 from redco_eqx._step.passed_through import frozen_passed_through
-from redco_eqx._step.passes import Inputs, on_arrays, program_of
+from redco_eqx._step.passes import on_arrays, program_of
 from redco_eqx._step.rounding import rounded_away, with_gradient
 from redco_eqx._step.state import (
     EVALUATE,
@@ -160,6 +160,7 @@ def train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     num_microbatches: int = 1,
+    reduce_once: bool = False,
     shardings: PyTree | None = None,
     reshard_after_forward: bool | None = None,
 ) -> tuple[TrainState, Metrics]:
@@ -211,6 +212,14 @@ def train_step(
     - `num_microbatches`: the number of parts that the batch is divided into. Their
         weighted gradients are accumulated in float32, so the result is that of the
         whole batch. The number must divide the batch.
+    - `reduce_once`: true to sum gradients over `data` once in a step, and not for each
+        microbatch. `loss_fn` is then called for each data shard of each microbatch by
+        itself, as it is for microbatches: the result is that of the whole batch if the
+        loss is a mean or a [`Mean`][] over rows, and another one if rows meet in it.
+        Each shard has a key of its own, so with random numbers the result depends on
+        the size of `data`. Under `fsdp`, gradients are still split over it for each
+        microbatch. JAX maps the loss by `vmap` over the shards: a `while_loop` runs as
+        long as the slowest one needs, and a `cond` computes both branches.
     - `shardings`: `state.shardings`, the layout that the state has; or the tree of
         `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`, to which
         the step then moves the arrays. Parameters, gradients, optimizer state and new
@@ -237,16 +246,23 @@ def train_step(
     **Raises:**
 
     `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a
-    metric has a reserved name; the batch does not divide into the microbatches; the
-    state belongs to another optimizer; the new state has other shapes or dtypes
-    (statistics of an `eqx.nn.State` that were cast, for example); `shardings` does not
-    fit the arrays, or is on another mesh; a `jit` is under `jax.set_mesh` of another
-    mesh.
+    metric has a reserved name; the batch does not divide into the microbatches; under
+    `reduce_once`, the model has an `eqx.nn.State`, or the loss lays out an array over
+    `data` or cannot be mapped by `vmap`; the state belongs to another optimizer; the
+    new state has other shapes or dtypes (statistics of an `eqx.nn.State` that were
+    cast, for example); `shardings` does not fit the arrays, or is on another mesh; a
+    `jit` is under `jax.set_mesh` of another mesh.
     """
     check_is_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
     check_takes_model("train_step", lambda: state.model, loss_fn=loss_fn)
     check_optimizer("train_step", state, optimizer, exactly=False)
+    if reduce_once and state.model_state:
+        raise ValueError(
+            f"train_step: reduce_once=True, but the model has a state "
+            f"({first_few(list(state.model_state))}), which data shards by themselves "
+            "cannot update together. Pass reduce_once=False."
+        )
     layout = None if shardings is None else shardings_by_path(shardings, state)
     params = constrain(state.params, layout)
     key = stream(state, TRAIN)
@@ -261,27 +277,16 @@ def train_step(
         check_unchanged(state, dataclasses.replace(state, model_state=new_model_state))
         return loss.value, (loss, metrics, new_model_state)
 
-    first = batch
-    if num_microbatches != 1:
-        batch = microbatches(
-            batch, num_microbatches, mesh, must_divide=layout is not None
-        )
-        first = jax.tree.map(lambda x: x[0], batch)
     # Traced once, here. A line search may call it several times.
-    gradient = program_of(
+    differentiate = gradient_of(
         on_arrays(state, loss_of),
-        (params, state.frozen, state.model_state, first, key),
+        (params, state.frozen, state.model_state, batch, key),
         layout,
+        num_microbatches=num_microbatches,
+        reduce_once=reduce_once,
         splits=isinstance(loss_fn, SplitActivations),
-        differentiates=True,
         reshard=reshard_after_forward,
     )
-
-    def differentiate(params: dict[str, Array]) -> _Gradient:
-        inputs = (params, state.frozen, state.model_state, batch, key)
-        if num_microbatches == 1:
-            return _of_batch(gradient, inputs, layout)
-        return _of_microbatches(gradient, inputs, layout, num_microbatches)
 
     def value_and_grad(params: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
         found = differentiate(constrain(params, layout))
@@ -323,61 +328,6 @@ def train_step(
     )
     check_unchanged(state, new_state)
     return new_state, report
-
-
-class _Gradient(NamedTuple):
-    """The loss of a batch with its gradients, the metrics, and the new model state."""
-
-    loss: Mean
-    metrics: Metrics
-    model_state: dict[str, Array]
-    grads: dict[str, Array]
-
-
-def _of_batch(gradient: Program, inputs: Inputs, layout: Layout | None) -> _Gradient:
-    (_, (loss, metrics, model_state)), grads = gradient(*inputs)
-    return _Gradient(loss, metrics, model_state, constrain(grads, layout))
-
-
-def _of_microbatches(
-    gradient: Program, inputs: Inputs, layout: Layout | None, number: int
-) -> _Gradient:
-    """The gradient of the whole batch, from one microbatch after the other.
-
-    Each gradient is that of the microbatch's mean, so it counts with the weight of that
-    mean. The model state is handed on from one microbatch to the next.
-    """
-    params, frozen, model_state, batch, key = inputs
-
-    def accumulate(
-        carry: tuple[Any, Any], part: tuple[Array, Batch]
-    ) -> tuple[tuple[Any, Any], Any]:
-        total, model_state = carry
-        index, microbatch = part
-        (_, (loss, metrics, model_state)), grads = gradient(
-            params, frozen, model_state, microbatch, jax.random.fold_in(key, index)
-        )
-        total = jax.tree.map(
-            lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads
-        )
-        return (constrain(total, layout), model_state), (loss, metrics)
-
-    zeros = jax.tree.map(
-        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
-    )
-    begin = (constrain(zeros, layout), model_state)
-    (total, model_state), stacked = jax.lax.scan(
-        accumulate, begin, (jnp.arange(number), batch)
-    )
-    loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
-    # A batch whose weights are all 0 has the gradient 0, not NaN.
-    scale = jnp.where(
-        loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight)
-    )
-    grads = jax.tree.map(
-        lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params
-    )
-    return _Gradient(loss, metrics, model_state, constrain(grads, layout))
 
 
 def _global_norm(grads: dict[str, Array]) -> Array:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from redco_eqx._base.jaxprs import Program, manual_axes, shape_of, source_line
 from redco_eqx._base.rewriting import replace_operations
 from redco_eqx._parallel.linear import psum, vary
-from redco_eqx._sharding.mesh import BATCH_AXES, batch_axes
+from redco_eqx._sharding.mesh import batch_axes, mapped_axes, row_axes
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split
 # over devices.
@@ -101,13 +101,12 @@ def _cut(
     left = {"examples": lhs.shape[examples_dim], "groups": params[count]}
     cuts: dict[str, list[str]] = {"examples": [], "groups": []}
     for axis, size in mesh.shape.items():
-        kinds = (
-            ["examples", "groups"]
-            if axis in BATCH_AXES
-            else ["groups"]
-            if split_channels
-            else []
-        )
+        if axis in row_axes(mesh):
+            kinds = ["examples", "groups"]
+        elif split_channels and axis not in mapped_axes():
+            kinds = ["groups"]
+        else:
+            kinds = []
         kind = next((kind for kind in kinds if left[kind] % size == 0), None)
         if kind is not None and size > 1:
             left[kind] //= size
@@ -136,6 +135,31 @@ def _cut(
         in_specs=(spec({examples_dim: examples, groups_dim: groups}), spec(of_rhs)),
         out_specs=spec(of_out),
     )(lhs, rhs)
+
+
+def replace_mapped_convolution(
+    equation: JaxprEqn, mesh: Mesh | AbstractMesh, axis: str
+) -> Callable[..., Array] | None:
+    """Return the replacement for `equation` in a program that is then mapped over
+    `axis`, if it is a convolution: one that each shard computes by itself.
+
+    `vmap` would make groups of the shards in a weight gradient.
+    """
+    if equation.primitive.name != "conv_general_dilated" or manual_axes(equation):
+        return None
+
+    def on_shard(lhs: Array, rhs: Array) -> Array:
+        # A sharding from outside may name axes that a `shard_map` does not have.
+        own = {**equation.params, "out_sharding": None}
+        return equation.primitive.bind(lhs, rhs, **own)
+
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names={axis},
+    )
 
 
 # Fourier transforms, cut by hand: with a split dim the CPU compiler's program fails.

@@ -29,6 +29,7 @@ from redco_eqx._checkpoint.arrays import storable, to_names
 from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
 from redco_eqx._data.checksums import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
+from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._sharding.pieces import (
     Starts,
     digest,
@@ -41,6 +42,7 @@ from redco_eqx._step.optimizer import update
 from redco_eqx._step.passes import on_arrays
 from redco_eqx._step.state import TrainState, state_mesh
 from redco_eqx._step.window import TrainStepFn
+from redco_eqx._training.program import reduces_once
 
 _Checksums: TypeAlias = dict[str, dict[str, int]]
 _EXAMPLES = "train_examples"
@@ -203,7 +205,12 @@ def programs_of(
             num_microbatches=1,
             shardings=None,
         )
-        digests["step_fn"] = _traced(step, state, rows)
+        digest = _traced(step, state, rows)
+        if digest and reduces_once(step_fn):
+            # The loss is called for each data shard by itself, with a key of its own.
+            num_shards = axis_size(state_mesh(state), "data")
+            digest += f", for each of {num_shards} data shards"
+        digests["step_fn"] = digest
     return digests
 
 

@@ -67,6 +67,12 @@ def is_train_step(step_fn: TrainStepFn) -> bool:
     return without_options(step_fn) is train_step
 
 
+def reduces_once(step_fn: TrainStepFn) -> bool:
+    """True for `train_step` with the option `reduce_once`."""
+    options = getattr(step_fn, "keywords", {})
+    return is_train_step(step_fn) and bool(options.get("reduce_once"))
+
+
 def train_program(
     state: TrainState,
     batch: Batch,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
+from redco_eqx._base.compiler import merges
 from redco_eqx._base.pairs import noting_pairs
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
@@ -19,7 +20,7 @@ from redco_eqx._checkpoint.runs import CheckpointError, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog, leave_call
-from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._sharding.mesh import axis_size, put_global, replicated
 from redco_eqx._step.compile_cache import signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.window import TrainStepFn, Window, all_finite
@@ -41,6 +42,7 @@ from redco_eqx._training.lost_updates import LostUpdates
 from redco_eqx._training.program import (
     TrainProgram,
     is_train_step,
+    reduces_once,
     train_program,
 )
 
@@ -196,6 +198,7 @@ class Training:
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
+                self._announce_sums()
             jax.block_until_ready(self._window)
             if not is_train_step(self.step_fn):
                 self._check_counted(window)
@@ -217,7 +220,7 @@ class Training:
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         # `train_step` leaves the record of a run as it is.
         compared = dict(functions)
-        if not is_train_step(self.step_fn):
+        if not is_train_step(self.step_fn) or reduces_once(self.step_fn):
             compared["step_fn"] = self.step_fn
         if self._program is None:
             self._first = jax.tree.map(
@@ -283,6 +286,26 @@ class Training:
             "that starts again compiles it again. To keep compiled programs, set "
             "JAX_COMPILATION_CACHE_DIR to a directory that all processes share"
         )
+
+    def _announce_sums(self) -> None:
+        """Say how to sum gradients once, if each microbatch sums them."""
+        mesh = self._mesh
+        has_option = is_train_step(self.step_fn) and not self.state.model_state
+        # Compilers for TPU and GPU sum gradients that are whole on a device once for
+        # all microbatches.
+        is_summed_each = axis_size(mesh, "fsdp") > 1 or not merges(mesh)
+        if (
+            has_option
+            and not reduces_once(self.step_fn)
+            and self.num_microbatches > 1
+            and axis_size(mesh, "data") > 1
+            and is_summed_each
+        ):
+            self.reporter.say(
+                f"fit: each of the {self.num_microbatches} microbatches sums gradients "
+                "over data. To sum them once, pass "
+                "step_fn=functools.partial(rx.train_step, reduce_once=True)"
+            )
 
     def _announce_what_is_not_compared(self, functions: Mapping[str, Any]) -> None:
         if "step_fn" in functions and not self.run.identity["step_fn"]:
