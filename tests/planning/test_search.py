@@ -7,11 +7,12 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+import pytest
 
 import redco_eqx as rx
-from redco_eqx._planning.memory import Memory, peak_by_message
+from redco_eqx._planning.memory import Memory, limit_by_message, peak_by_message
 from redco_eqx._planning.targets import GIB, Chip, Target
-from redco_eqx._planning.trial import Trial, meshes, search
+from redco_eqx._planning.trial import Trial, attempt, meshes, search
 
 CAPACITY = 100
 MESH = rx.make_mesh()
@@ -171,3 +172,30 @@ def test_what_a_compiler_that_found_no_room_says() -> None:
         ).temporaries
         is None
     )
+
+
+TOO_LARGE = {
+    "used": "Ran out of memory in memory space hbm. Used 17.38G of 15.75G hbm.",
+    "temporaries": "the total memory required for HLO temporaries (17.38G) exceeds "
+    "available HBM (15.75G).",
+}
+
+
+@pytest.mark.parametrize("message", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_the_verdict_names_what_the_device_has_not_what_was_allowed(
+    message, monkeypatch
+):
+    assert limit_by_message(message) == int(15.75 * 2**30)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    one = dataclasses.replace(trial(1.0), batch=np.zeros(8))
+
+    def step(state: rx.TrainState, batch: object, **_: object) -> rx.TrainState:
+        return state
+
+    tried = attempt(one, step, 2**50)  # pyright: ignore[reportArgumentType]
+    assert tried.fits is False
+    assert tried.verdict == "needs 17.38 GiB, but 15.75 GiB are available"

@@ -126,11 +126,25 @@ def memory_of(state: TrainState, batch: PyTree) -> Memory:
 # The TPU compiler calls everything in memory at the peak "temporaries", including the
 # arguments.
 _PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)")
+_LIMITS = (
+    r"Used [\d.]+\w* of ([\d.]+)([KMGT])",
+    r"exceeds available HBM \(([\d.]+)([KMGT])",
+)
 
 
 def peak_by_message(message: str) -> int | None:
     """Read the peak from the message of a compiler that ran out of memory."""
-    for pattern in _PEAKS:
+    return _first_size(_PEAKS, message)
+
+
+def limit_by_message(message: str) -> int | None:
+    """Read what a device has from the message of a compiler that ran out of memory."""
+    return _first_size(_LIMITS, message)
+
+
+def _first_size(patterns: tuple[str, ...], message: str) -> int | None:
+    """Return the bytes that the first matching pattern finds."""
+    for pattern in patterns:
         if found := re.search(pattern, message):
             number, unit = found.groups()
             return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.protocols import Batch, Metrics
 from redco_eqx._compiled.communication import Communication, communication, memory_bytes
-from redco_eqx._planning.memory import Memory, peak_by_message
+from redco_eqx._planning.memory import Memory, limit_by_message, peak_by_message
 from redco_eqx._planning.targets import Target, gib
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.state import TrainState
@@ -113,6 +113,8 @@ def attempt(
         # Some compilers refuse a program that is too large.
         message = str(error)
         peak = peak_by_message(message)
+        # `bytes_per_device` may be more than the device has.
+        capacity = min(capacity, limit_by_message(message) or capacity)
         if "RESOURCE_EXHAUSTED" not in message:
             failure = f"does not compile: {message.strip().splitlines()[0][:200]}"
     is_small = peak is not None and peak <= capacity
