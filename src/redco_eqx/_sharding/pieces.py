@@ -153,6 +153,9 @@ def over_pieces(
         x: Any = given
         if meshes[name] != mesh:
             x = put_global(given, replicated(mesh))
+        if x.sharding.memory_kind == "pinned_host":
+            # JAX computes nothing with an array in the memory of the host.
+            x = jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
         specs[name] = x.sharding.spec
         rows.append(_per_device(of_piece, mesh, x.sharding.spec, x.shape)(x))
     if own is not None:
