@@ -1,6 +1,6 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples,
-examples, long, faults, hosts, newest, aot, docs, build, lint, types, bench, sharding,
-mutants, peers, gpu."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, symptoms,
+test_examples, examples, long, faults, hosts, newest, aot, docs, build, lint, types,
+bench, sharding, mutants, peers, gpu."""
 
 import os
 import pathlib
@@ -94,6 +94,15 @@ def gradients(session: nox.Session) -> None:
     `GRADIENTS_SHARES=10`)."""
     session.install("-e", ".", *group("tests"))
     session.run("pytest", "tests/gradients", *PARALLEL, *session.posargs)
+
+
+@nox.session
+def symptoms(session: nox.Session) -> None:
+    """Try what went wrong for users of other libraries, also the cases that take long:
+    docs/pages/symptoms.md."""
+    session.install(*BOTH, *group("tests"))
+    marks = ["-m", "long or not long"]
+    session.run("pytest", "tests/symptoms", *marks, *PARALLEL, *session.posargs)
 
 
 @nox.session
