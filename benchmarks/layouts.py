@@ -45,6 +45,7 @@ from redco_eqx._dataflow.engine import choose_layout, weigh
 from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analysis_of, explain_by
+from redco_eqx._step.layout import split_rows
 from redco_eqx._step.workarounds import for_partitioner
 
 TENSOR = 4
@@ -79,7 +80,8 @@ def compiled_bytes(
     corrected: bool = False,
 ) -> int:
     """Return the bytes that the compiled loss and gradient send. A gradient is laid out
-    like its parameter.
+    like its parameter, and the batch as in the steps of the library, which leave all
+    its dims but the rows to the compiler.
 
     `corrected`: replaces the operations that the steps of the library replace, such as
     Fourier transforms.
@@ -109,7 +111,9 @@ def compiled_bytes(
     def step(params: Any, buffers: Any, batch: Any) -> Any:
         def of_params(params: Any) -> Any:
             result = loss(
-                eqx.combine(params, buffers, static), batch, jax.random.key(0)
+                eqx.combine(params, buffers, static),
+                split_rows(batch, mesh),
+                jax.random.key(0),
             )
             first, *others = result if isinstance(result, tuple) else (result,)
             value = first.value if isinstance(first, rx.Mean) else first

@@ -199,3 +199,43 @@ def test_an_index_along_both_dims_frozen_integers_and_gates_are_predicted(
         model, mean_square, batch, specs, mesh_of("data2xtensor4")
     )
     assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=rel)
+
+
+# A step splits the rows of its batch, and leaves the other dims to the compiler. So the
+# compiler takes parts of the batch where a weight is split along its inputs, and sums.
+
+
+def hidden(model: Any, x: Any) -> Any:
+    return jax.nn.gelu(x @ model["up"].T) @ model["down"].T
+
+
+OF_BATCH: dict[str, Any] = {
+    "chain": hidden,
+    "residual": lambda model, x: x + hidden(model, x),
+    "scaled": lambda model, x: hidden(model, 2 * x),
+    "gated": lambda model, x: x * hidden(model, x),
+    # The other product needs the batch whole, and gathers it in both passes.
+    "whole_beside": lambda model, x: hidden(model, x) + x @ model["beside"].T,
+}
+ROW_THEN_COLUMN = {"up": P(None, "tensor"), "down": COLUMNS, "beside": COLUMNS}
+
+
+@pytest.mark.parametrize("mesh_name", ["data2xtensor4", "tensor8"])
+@pytest.mark.parametrize("name", OF_BATCH)
+def test_a_product_of_the_batch_with_a_row_split_weight_is_predicted(name, mesh_name):
+    """Over one shard of the batch, a step leaves the batch as it was placed."""
+
+    def mean_square(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(OF_BATCH[name](model, batch) ** 2)
+
+    shapes = {"up": (256, 64), "down": (64, 256)}
+    if name == "whole_beside":
+        shapes["beside"] = (64, 64)
+    model = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    batch = jax.ShapeDtypeStruct((ROWS, 64, 64), jnp.float32)
+    mesh = mesh_of(mesh_name)
+    specs = {path: ROW_THEN_COLUMN[path] for path in model}
+    explanation = rx.explain(model, mesh, loss_fn=mean_square, batch=batch)
+    compiled = compiled_bytes(model, mean_square, batch, specs, mesh)
+    predicted = sent(explanation, specs).num_bytes_unmerged
+    assert predicted == pytest.approx(compiled, rel=0.01)

@@ -149,21 +149,18 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
     differently are gathered. An operation with no split operand runs in the split that
     a gradient needs.
     """
-    wanted = {
-        id(x): number
-        for leaf, number in layout.items()
-        if (x := walk.gradients[leaf]) is not None
-    }
-    for step in reversed(walk.steps):
-        if step.equation.primitive.name in _PASSING:
-            numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
-            wanted |= {
-                id(x): numbers[0]
-                for x in step.operands
-                if numbers and id(x) not in wanted
-            }
-    splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
+    wanted = _passed_back(
+        walk,
+        {
+            id(x): number
+            for leaf, number in layout.items()
+            if (x := walk.gradients[leaf]) is not None
+        },
+    )
     cut = _cut(costs, walk, wanted)
+    splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
+    if costs.num_shards > 1:
+        splits |= _cut_rows(costs, walk, cut)
 
     def run(splits: dict[int, int]) -> Sent:
         sent = Sent(costs, splits, wanted, cut)
@@ -191,26 +188,60 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
     return sent
 
 
+def _passed_back(walk: Walk, found: dict[int, int]) -> dict[int, int]:
+    """The splits `found` of values, by `id`, and those of the values that become these
+    by being passed on."""
+    for step in reversed(walk.steps):
+        if step.equation.primitive.name in _PASSING:
+            numbers = [found[id(x)] for x in step.results if id(x) in found]
+            found |= {
+                id(x): numbers[0]
+                for x in step.operands
+                if numbers and id(x) not in found
+            }
+    return found
+
+
 def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, int]]:
     """The arrays that the gradient of a weight takes in parts, with the split. Other
     products take these parts too.
 
-    Arrays that come with the batch are left out, and so are parameters that are passed
-    on: they keep their layout.
+    Arrays that are passed on from the inputs of the program are left out: they keep
+    their layout. Those of the batch do so only if there is one shard of it, see
+    [`_cut_rows`][].
     """
-    inputs = {id(x) for x in walk.parameters}
+    kept = [*walk.parameters]
+    if costs.num_shards == 1:
+        kept += walk.rows
+    inputs = {id(x) for x in kept}
     cut = set[tuple[int, int]]()
     for step in walk.steps:
         if step.equation.primitive.name in _PASSING and all(
             id(x) in inputs for x in step.operands
         ):
             inputs |= set(map(id, step.results))
-        computed = [x for x in step.operands if x.is_learned and id(x) not in inputs]
+        computed = [x for x in step.operands if id(x) not in inputs]
         for number in (wanted[id(x)] for x in step.results if id(x) in wanted):
             cut |= {
                 (id(x), number) for x in computed if number in costs.leads.of(x.dims)
             }
     return cut
+
+
+def _cut_rows(
+    costs: Costs, walk: Walk, cut: set[tuple[int, int]]
+) -> dict[int, int]:
+    """The splits of the arrays of the batch, by `id`, that are taken in parts.
+
+    A step splits the rows of its batch over the batch axes, and leaves the other dims
+    to the compiler. So these arrays are in parts for all operations.
+    """
+    found = _passed_back(walk, dict(sorted(cut)))
+    return {
+        id(x): found[id(x)]
+        for x in walk.rows
+        if id(x) in found and found[id(x)] in costs.leads.splitting(x.dims)
+    }
 
 
 class Sent:
