@@ -1,6 +1,7 @@
 """Activations that the steps lay out: the numbers of one device, and the bytes that
 were predicted."""
 
+import math
 import os
 import pathlib
 import sys
@@ -22,9 +23,8 @@ from jax.sharding import PartitionSpec as P
 from quickstart import Transformer
 
 import redco_eqx as rx
-from redco_eqx._dataflow import search, solution
+from redco_eqx._dataflow import engine, search, solution
 from redco_eqx._sharding import rules
-from redco_eqx._step import constraints
 
 SGD = optax.sgd(0.1)
 # Of small weights.
@@ -34,6 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:shard_rules. names and shapes do
 @pytest.fixture(autouse=True)
 def small_weights_over_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "FSDP_MIN_SIZE", 512)
+
+
+@pytest.fixture(autouse=True)
+def layouts_that_send_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are right, too. `test_left_to_the_compiler.py` tests when they are made."""
+    monkeypatch.setattr(engine, "MOST_SENT", math.inf)
 
 
 # float32: devices add the same numbers in another order. Gradients move parameters by
@@ -532,7 +538,7 @@ def test_a_search_without_an_answer_leaves_it_to_the_compiler(
     def solve(*arguments: Any, **options: Any) -> Any:
         raise ValueError("no layout fits: limit reached")
 
-    monkeypatch.setattr(constraints, "solve", solve)
+    monkeypatch.setattr(engine, "solve", solve)
     mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
     with pytest.warns(
         rx.errors.ShardingWarning, match="left to the compiler: no layout fits"

@@ -133,7 +133,7 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
         eqx.filter_shard(model, by_paths), optimizer, key=jax.random.key(1)
     )
     split = rx.split_activations(squared)
-    monkeypatch.setattr("redco_eqx._step.constraints.walk_through", unread)
+    monkeypatch.setattr("redco_eqx._step.constraints.weigh", unread)
     batch = {name: jnp.ones(x.shape) for name, x in rows().items()}
     states = []
     for loss_fn in (squared, split):

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.compiler import merges
 from redco_eqx._base.policy import MEMORY
+from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.reasons import Reasons
@@ -292,20 +293,47 @@ def choose_layout(
 def with_activations(
     analysis: Analysis, mesh: Mesh | AbstractMesh, *, is_quick: bool = False
 ) -> Analysis | None:
-    """The analysis with the layout of all values that sends the least, in which the
-    parameters keep theirs.
+    """The analysis with a layout of all values, or `None` if a step leaves the
+    activations to the compiler. See [`laid_out_values`][]."""
+    try:
+        return laid_out_values(analysis, mesh, is_quick=is_quick)
+    except ValueError:
+        return None
 
-    `None` if `tensor` has one device, or if there is no such layout: a step then leaves
-    the activations to the compiler. `is_quick`: see [`solve`][].
+
+MOST_SENT = 1.02
+"""The bytes that a step may send with a layout of all values, by the prediction,
+compared with the bytes that it sends without it. Predictions are this exact."""
+
+
+def laid_out_values(
+    analysis: Analysis, mesh: Mesh | AbstractMesh, *, is_quick: bool = False
+) -> Analysis:
+    """The analysis with the layout of all values that sends the least, in which the
+    parameters keep theirs. `is_quick`: see [`solve`][].
+
+    Raises `ValueError`, with the reason, if the activations are better left to the
+    compiler: there is no such layout, it sends more than the layout of the parameters
+    alone, or what is sent is not known.
     """
     costs = analysis.costs
     if costs.tensor == 1:
-        return None
-    values = Values(analysis.walk, costs.tensor, costs.num_shards, merges(mesh))
-    dims = {leaf: analysis.dim_of(leaf) for leaf in range(len(analysis.traced.paths))}
-    try:
-        return dataclasses.replace(
-            analysis, solution=solve(values, dims, is_quick=is_quick)
+        raise ValueError("tensor has one device")
+    if analysis.walk.opaque_in_loops:
+        names = ", ".join(analysis.walk.opaque_in_loops)
+        raise ValueError(
+            f"a loop repeats {names}, about which nothing is known, so that what a "
+            "step would send cannot be predicted"
         )
-    except ValueError:
-        return None
+    is_merged = merges(mesh)
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, is_merged)
+    dims = {leaf: analysis.dim_of(leaf) for leaf in range(len(analysis.traced.paths))}
+    solution = solve(values, dims, is_quick=is_quick)
+    split = dataclasses.replace(analysis, solution=solution)
+    more, plain = (sum(x.sent(merged=is_merged)) for x in (split, analysis))
+    if more > MOST_SENT * plain:
+        raise ValueError(
+            f"with activations split, a device would send {size_text(more)} in a "
+            f"step, instead of {size_text(plain)}"
+        )
+    return split

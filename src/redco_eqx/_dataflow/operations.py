@@ -165,7 +165,9 @@ def scan(walk: Walk, operands: list[Value]) -> Results:
     walk.hand_on(stacks, slices, (1, length))
     outside = walk.times
     walk.times *= length
+    walk.num_loops += 1
     results = walk.run(body(walk.params["jaxpr"]), [*consts, *carry, *slices])
+    walk.num_loops -= 1
     walk.carry(carry, results)
     walk.times = outside
     made = results[num_carry:]
@@ -185,10 +187,12 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
         Value(x.dims, x.num_bytes, (), True, True) for x in operands[first + second :]
     ]
     walk.hand_on(operands[first + second :], carry)
+    walk.num_loops += 1
     walk.run(body(params["cond_jaxpr"]), [*operands[:first], *carry])
     results = walk.run(
         body(params["body_jaxpr"]), [*operands[first : first + second], *carry]
     )
+    walk.num_loops -= 1
     walk.carry(carry, results)
     return carry
 

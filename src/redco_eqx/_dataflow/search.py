@@ -228,9 +228,7 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
     return cut
 
 
-def _cut_rows(
-    costs: Costs, walk: Walk, cut: set[tuple[int, int]]
-) -> dict[int, int]:
+def _cut_rows(costs: Costs, walk: Walk, cut: set[tuple[int, int]]) -> dict[int, int]:
     """The splits of the arrays of the batch, by `id`, that are taken in parts.
 
     A step splits the rows of its batch over the batch axes, and leaves the other dims

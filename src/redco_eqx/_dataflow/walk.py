@@ -53,10 +53,11 @@ class Walk:
         batch.
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
-    - `opaque`: operations about which nothing is known, by name.
+    - `opaque`: operations about which nothing is known, by name; `opaque_in_loops`: the
+        names of those that a loop repeats.
     - `sums`: the sums of several events; `num_sums`: how often any was made.
-    - `equation`: the operation that the walk is at; `block`, `checkpoint`: the building
-        block and the `jax.checkpoint` that it is in.
+    - `equation`: the operation that the walk is at; `block`, `checkpoint`, `num_loops`:
+        the building block, the `jax.checkpoint` and the number of loops that it is in.
     """
 
     def __init__(self, rule_of: Callable[[JaxprEqn], Rule], block: str = ""):
@@ -71,6 +72,8 @@ class Walk:
         self.uses: list[Use] = []
         self.steps: list[Step] = []
         self.opaque: dict[str, list[JaxprEqn]] = {}
+        self.opaque_in_loops: dict[str, None] = {}
+        self.num_loops = 0
         self.carried: list[tuple[Value, Value]] = []
         self.bodies: list[Body] = []
         self.sums: list[Sum] = []
@@ -213,7 +216,10 @@ class Walk:
     def opaque_dims(self, operands: Sequence[Value]) -> list[Sequence[Dim]]:
         """Dims of the results of an unknown operation, which needs every operand
         whole."""
-        self.opaque.setdefault(self.equation.primitive.name, []).append(self.equation)
+        name = self.equation.primitive.name
+        self.opaque.setdefault(name, []).append(self.equation)
+        if self.num_loops:
+            self.opaque_in_loops[name] = None
         for operand in operands:
             self.event("whole", operand.dims, operand)
         return [new_dims(shape) for shape in self.after]

@@ -64,12 +64,14 @@ class Explanation:
     - `mesh`: the mesh that the layout is for.
     - `communication`: the bytes that a step sends, if a program decided (and no
         override makes a split that the analysis of the program cannot follow). For a
-        loss from `split_activations`, those with its activations.
+        loss from `split_activations`, those with its activations, unless a step leaves
+        them to the compiler: `str()` then says why.
     - `with_activations`: the same for `split_activations(loss_fn)`. It is `None` if
         `loss_fn` is the result of `split_activations`, if no program decided, if the
-        mesh has no `tensor` axis, or if the choice takes minutes. `str()` shows it if
-        it is less by more than 10%. The first access computes it, in 2 seconds of CPU
-        time for a transformer of 12 layers.
+        mesh has no `tensor` axis, if a step would leave the activations to the
+        compiler, or if the choice takes minutes. `str()` shows it if it is less by more
+        than 10%. The first access computes it, in 2 seconds of CPU time for a
+        transformer of 12 layers.
     """
 
     decisions: dict[str, Decision]
@@ -82,11 +84,24 @@ class Explanation:
         found = self._laid_out
         if found is None:
             return None
-        from redco_eqx._dataflow.engine import with_activations
         from redco_eqx._dataflow.prediction import predict_communication
 
-        split = with_activations(found, self.mesh) if found.traced.splits else None
+        split, _ = self._with_own_activations
         return predict_communication(split or found, self.stored)
+
+    @functools.cached_property
+    def _with_own_activations(self) -> "tuple[Analysis | None, str]":
+        """For a loss from `split_activations`, the analysis with its activations, or
+        `None` and the reason why a step leaves them to the compiler."""
+        found = self._laid_out
+        if found is None or not found.traced.splits:
+            return None, ""
+        from redco_eqx._dataflow.engine import laid_out_values
+
+        try:
+            return laid_out_values(found, self.mesh), ""
+        except ValueError as error:
+            return None, str(error)
 
     @functools.cached_property
     def with_activations(self) -> "Prediction | None":
@@ -180,6 +195,9 @@ class Explanation:
         split = self.with_activations
         if plain is not None:
             lines.append(str(plain))
+        _, why_left = self._with_own_activations
+        if why_left and axis_size(self.mesh, "tensor") > 1:
+            lines.append(f"the activations are left to the compiler: {why_left}")
         if plain and split and split.num_bytes_unmerged < 0.9 * plain.num_bytes:
             lines.append(
                 "with loss_fn=redco_eqx.split_activations(loss_fn), "

@@ -8,7 +8,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     Operand,
@@ -17,9 +16,9 @@ from redco_eqx._base.jaxprs import (
 from redco_eqx._base.rewriting import Rewriter, in_bodies
 from redco_eqx._base.tree import is_key
 from redco_eqx._base.warn import warn
-from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Strategy, Values
-from redco_eqx._dataflow.engine import walk_through
-from redco_eqx._dataflow.solution import Solution, solve
+from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Strategy
+from redco_eqx._dataflow.engine import Analysis, laid_out_values, weigh
+from redco_eqx._dataflow.solution import Solution
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
 from redco_eqx._sharding.constraint import sharding_constraint
@@ -34,22 +33,44 @@ from redco_eqx._sharding.mesh import (
 
 def lay_out(
     traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]
-) -> Jaxpr:
+) -> Jaxpr | None:
     """Lay out each value in the program of a step. `tensor` splits the `dims` of
-    parameters, by path."""
+    parameters, by path.
+
+    Warns with `ShardingWarning` and returns `None` if the activations are better left
+    to the compiler, see [`laid_out_values`][].
+    """
+    tensor = axis_size(mesh, "tensor")
     try:
-        walk = walk_through(traced)
-        values = Values(
-            walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), merges(mesh)
-        )
-        solution = solve(
-            values, {i: dims.get(path) for i, path in enumerate(traced.paths)}
-        )
+        analysis = weigh(traced, tensor=tensor, num_shards=num_batch_shards(mesh))
+        solution = laid_out_values(_with_layout(analysis, dims), mesh).solution
     except Exception as error:
-        # No solution, or a program of a newer JAX: it runs unchanged.
-        warn(f"the activations are left to the compiler: {error}.", ShardingWarning)
-        return traced.jaxpr
-    return _Constraints(solution, mesh).program(traced.jaxpr, walk.bodies[-1])
+        # A reason not to, or a program of a newer JAX.
+        warn(
+            f"split_activations: the activations are left to the compiler: {error}.",
+            ShardingWarning,
+        )
+        return None
+    assert solution is not None
+    constraints = _Constraints(solution, mesh)
+    return constraints.program(traced.jaxpr, analysis.walk.bodies[-1])
+
+
+def _with_layout(analysis: Analysis, dims: Mapping[str, int | None]) -> Analysis:
+    """The analysis with a layout that splits these `dims`.
+
+    Raises `ValueError` if the program cannot follow a split.
+    """
+    found = analysis.laid_out(dims)
+    if found is not None:
+        return found
+    for path, dim in dims.items():
+        if analysis.laid_out({path: dim}) is None:
+            raise ValueError(
+                f"tensor splits dim {dim} of {path}, which cannot be split where the "
+                "program uses it"
+            )
+    raise AssertionError("a layout is known if the split of each array is")
 
 
 class _Constraints:

@@ -56,13 +56,14 @@ def program_of(
     reshard: bool | None = True,
 ) -> Program:
     """Return the program of a function of [`Inputs`][]. The function itself is traced
-    once.
+    once, or twice if its activations are left to the compiler.
 
-    - `splits`: lays out the activations over `tensor`.
+    - `splits`: lays out the activations over `tensor`, unless that sends more.
     - `differentiates`: returns the program of
         `jax.value_and_grad(function, has_aux=True)` instead.
     - `reshard`: the `reshard_after_forward` of `train_step`.
     """
+    unchanged = function
     mesh = mesh_of(layout, inputs)
     layout = layout or {}
     has_tensor = mesh is not None and axis_size(mesh, "tensor") > 1
@@ -87,10 +88,21 @@ def program_of(
     if differentiates:
         function = jax.value_and_grad(function, has_aux=True)
     program = trace(function, *given)
-    if differentiates:
-        _warn_unused(program, sorted(inputs[0]))
+    unsplit = program
     if splits:
-        program = _laid_out(program, inputs, layout, differentiates)
+        laid_out = _laid_out(program, inputs, layout, differentiates)
+        if laid_out is None:
+            return program_of(
+                unchanged,
+                inputs,
+                layout,
+                splits=False,
+                differentiates=differentiates,
+                reshard=reshard,
+            )
+        program = laid_out
+    if differentiates:
+        _warn_unused(unsplit, sorted(inputs[0]))
     return for_partitioner(
         program, mesh, split_kernels({**inputs[0], **inputs[1]}, layout)
     )
@@ -130,8 +142,9 @@ def split_kernels(arrays: dict[str, Array], layout: Layout) -> set[int]:
 
 def _laid_out(
     program: Program, inputs: Inputs, layout: Layout, is_gradient: bool
-) -> Program:
-    """Return the program with each value laid out over `tensor`."""
+) -> Program | None:
+    """Return the program with each value laid out over `tensor`, or `None` if the
+    activations are left to the compiler."""
     from redco_eqx._dataflow.tracing import TracedStep
     from redco_eqx._step.constraints import lay_out
 
@@ -143,9 +156,11 @@ def _laid_out(
         first + i if is_gradient and i < len(params) else None
         for i in range(len(names))
     ]
-    traced = TracedStep(jaxpr, names, [], trained, len(jax.tree.leaves(batch)))
+    num_rows = len(jax.tree.leaves(batch))
+    traced = TracedStep(jaxpr, names, [""] * len(names), trained, num_rows)
     dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
-    return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
+    laid_out = lay_out(traced, next(iter(layout.values())).mesh, dims)
+    return None if laid_out is None else program.replace(laid_out)
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
