@@ -158,8 +158,10 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
     gradient. A value stays whole or is split along one of its dimensions, which can be
     a token, pixel or row dimension. The parameters keep the layout that they have
     without the mark. Without `shardings=`, a step leaves the choices to the compiler.
-    The choice weighs the bytes that are sent and the work that `tensor` divides. So it
-    can also send more bytes: `explain` predicts them with and without it.
+    The choice weighs the bytes that are sent and the work that `tensor` divides. If a
+    device would send more with it than without, or a loop has operations about which
+    nothing is known, a step leaves the activations to the compiler, and warns with
+    `ShardingWarning`. `explain` predicts the bytes with and without the mark.
 
     ```python
     shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
