@@ -538,7 +538,7 @@ def test_a_search_without_an_answer_leaves_it_to_the_compiler(
     def solve(*arguments: Any, **options: Any) -> Any:
         raise ValueError("no layout fits: limit reached")
 
-    monkeypatch.setattr(engine, "solve", solve)
+    monkeypatch.setattr(solution, "solve", solve)
     mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
     with pytest.warns(
         rx.errors.ShardingWarning, match="left to the compiler: no layout fits"

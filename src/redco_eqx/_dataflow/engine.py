@@ -3,26 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.compiler import merges
 from redco_eqx._base.policy import MEMORY
 from redco_eqx._base.tree import size_text
-from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.reasons import Reasons
 from redco_eqx._dataflow.search import (
-    Sent,
     SplitOfEach,
     as_layout,
     choose,
     freed_bytes,
     improve,
-    simulate,
 )
-from redco_eqx._dataflow.solution import Solution, solve
+from redco_eqx._dataflow.simulation import Sent, simulate
 from redco_eqx._dataflow.tracing import STATE, TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
@@ -36,6 +33,11 @@ from redco_eqx._dataflow.values import (
     unify,
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
+
+if TYPE_CHECKING:
+    # The layout of all values is imported where it is asked for: most layouts are of
+    # the parameters alone.
+    from redco_eqx._dataflow.solution import Solution
 
 SCANNED = "scanned over"
 
@@ -66,7 +68,7 @@ class Analysis:
     walk: Walk
     costs: Costs
     layout: SplitOfEach
-    solution: Solution | None = None
+    solution: "Solution | None" = None
 
     @functools.cached_property
     def simulated(self) -> Sent:
@@ -316,6 +318,9 @@ def laid_out_values(
     compiler: there is no such layout, it sends more than the layout of the parameters
     alone, or what is sent is not known.
     """
+    from redco_eqx._dataflow.choice import Values
+    from redco_eqx._dataflow.solution import solve
+
     costs = analysis.costs
     if costs.tensor == 1:
         raise ValueError("tensor has one device")

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._base.tree import size_text
-from redco_eqx._dataflow.search import Sent, without_numbers, worth
+from redco_eqx._dataflow.search import without_numbers, worth
+from redco_eqx._dataflow.simulation import Sent
 from redco_eqx._dataflow.values import (
     Dim,
     Event,

@@ -1,4 +1,41 @@
-"""Find the choice with the lowest cost for all values, by an integer program."""
+"""Find the choice with the lowest cost for all values, by an integer program.
+
+The program in words. All variables lie between 0 and 1; 1 means yes.
+
+**Variables**
+
+1. *State*: a group of values is in this state. Integer, one for each state.
+2. *Strategy*: an operation runs so. Integer, one for each of its strategies.
+3. *Flow*: a value is in this state, and an operation takes or gives it in that one. One
+    for each operand and result of an operation, and each such pair. Not integer: where
+    states and strategies are, flows are.
+4. *Change*: any of the operations that read a value changes it from this state to that
+    one. Not integer either.
+
+**Objective**: the smallest sum, in bytes that a device sends in a step, of
+
+1. the changes, each once however many operations need it, times the number of times
+    that a loop makes it;
+2. the flows from an operation to a result: the sum over `tensor` of a pending result,
+    or another change, and the sum of the result over the batch axes;
+3. the strategies: the work of a device, see `WORK`;
+4. the states: the bytes of its values that a device computes, see `MADE`.
+
+**Constraints**
+
+1. A group has one state, and an operation one strategy (`one_of`).
+2. The flows from a state of a value add up to that state, and the flows to what the
+    strategies of an operation take or give add up to these strategies (`equal`). So
+    flow is conserved as in a network, which makes the relaxation almost exact.
+3. A change is at least each of the flows that need it (`solved`).
+4. A parameter is in the state of its layout (`fix`). The update of a parameter takes
+    it, and so its gradient, in that state (`add`).
+5. A flow that cannot be is left out: to a pending sum from anything else, and a change
+    of all layers of a stack at once where one layer at a time can change.
+
+Groups and operations that are [`alike`][] share their variables, whose costs count as
+often as they occur.
+"""
 
 import dataclasses
 import itertools
@@ -122,11 +159,16 @@ def alike(
 
 
 class _Search:
-    """An integer program: a state per group, a strategy per operation, and flows
-    between these.
+    """The integer program of the docstring of this file, as it is built.
 
-    Flows connect the states and strategies that meet. With flows, the relaxation is
-    almost exact. Groups and operations that are [`alike`][] share their variables.
+    - `cost`, `integer`, `sends`: for each variable, its cost, whether it is integer,
+        and the bytes in that cost that are sent over `tensor` and over the batch axes.
+    - `rows`: the constraints.
+    - `states`: the state variables of each group that has a choice.
+    - `strategies`: for each operation, the variable of each strategy by its index.
+    - `changes`: the flows that need each change, with its price.
+    - `shares`: for each operand of a kind of operations, how many values it reads on
+        average, by all that read the value.
     """
 
     def __init__(
@@ -138,7 +180,7 @@ class _Search:
         self.integer: list[bool] = []
         self.rows: list[Constraint] = []
         self.sends: list[tuple[float, float]] = []
-        self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
+        self.states: dict[int, dict[State, int]] = {}
         self.strategies: list[dict[int, int]] = []
         self.changes: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
         for group, states in values.states.items():
@@ -161,8 +203,6 @@ class _Search:
             inside = operation.step and id(operation.step.checkpoint)
             for place, value in enumerate(operation.operands):
                 readers[id(value), inside].append((kind, place))
-        # The number of values that an operation of a kind reads, on average, by all
-        # that read them.
         self.shares: dict[Any, dict[int, float]] = defaultdict(
             lambda: defaultdict(float)
         )

@@ -1,9 +1,38 @@
 """The values in a walk through a program: the atoms of their dims, their scopes, their
 possible splits.
 
-An atom is a factor of dims. The walk may find the same atom, which is the same index,
-in several places. A split is a set of leading atoms of parameter dims that can lie over
-an axis together.
+The words of this subpackage, each of which builds on those before it. Terms of the
+literature stand in brackets.
+
+- **atom**: a factor of the size of a dim (*factor* of an operation's dims in Shardy,
+    *index* of an einsum). A dim of 192 that is reshaped into heads consists of the
+    atoms 3 x 8 x 8, major to minor. The walk may find the same atom, which is the same
+    index, in several dims.
+- **unify**: to find that two dims are the same index, and cut their atoms until both
+    have the same ones (*unification*, by union-find).
+- **pin**: to mark an atom as never split, with the reason.
+- **lead**: the first atoms of a dim lead it. An array can be split only along atoms
+    that lead a dim: the others are spread over its whole length. A split leads a dim if
+    its atoms do.
+- **split**: some atoms, which make as many parts as `tensor` has devices, in all dims
+    that they lead (a *sharding* of one mesh axis). To choose a split is to split all
+    parameters that have such a dim.
+- **border**: where two pieces meet that a program keeps in one dim, such as query, key
+    and value. Each piece is led by the atoms of the split, the whole dim by others. A
+    parameter whose whole dim is split evenly is *crossed*: its parts do not end where
+    the pieces do.
+- **clash**: two splits clash if both lead dims of one array, which can have only one of
+    them.
+- **event**: what an operation sends if a split leads one of its dims: a sum over
+    devices (*all-reduce*), a whole operand (*all-gather*), a change of layout
+    (*resharding*). It is over the batch if the batch leads the dim.
+- **whole**: not split (*replicated*). **Pending**: each device has a summand
+    (*partial*, *unreduced*).
+- **merged**: counted as a compiler does it that adds the results of several events
+    before it sums them over devices, once for all.
+- **block**: a building block of this library, or of one that depends on it, which says
+    in the scope of its operations how it communicates.
+- **stream**: the arrays that flow between the layers of this library.
 """
 
 import dataclasses
@@ -16,7 +45,8 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._base.jaxprs import source_line
 
-# The place in the user's code that an operation comes from.
+# The scopes of building blocks, and the place in the user's code that an operation
+# comes from.
 
 
 EXPERTS = "redco_eqx.row.experts"
