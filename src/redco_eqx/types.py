@@ -14,7 +14,7 @@ from redco_eqx._checkpoint.checkpoints import CheckpointWriter as CheckpointWrit
 from redco_eqx._checkpoint.record import CheckpointInfo as CheckpointInfo
 from redco_eqx._checkpoint.runs import RunRecord as RunRecord
 from redco_eqx._data.batches import Batches as Batches
-from redco_eqx._parallel.linear import Remat as Remat
+from redco_eqx._parallel.scan import Remat as Remat
 from redco_eqx._planning.plan import MeshPlan as MeshPlan
 from redco_eqx._sharding.explanation import Decision as Decision
 from redco_eqx._sharding.explanation import Explanation as Explanation

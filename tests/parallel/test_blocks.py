@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     # By `scan_layers`, whose annotation is checked before it here.
     "scan_layers-remat-half": (
         lambda: check_remat("half"),
-        r"remat='half'.*'none', 'full', 'row_out'",
+        r"remat='half'.*'none', 'full', 'products', 'row_out'",
     ),
     "scan_layers-layers-of_unequal_number": (
         lambda: BLOCKS.scan_layers(

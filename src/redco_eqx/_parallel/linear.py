@@ -150,10 +150,6 @@ def apply(layer: Layer | Array, x: Array) -> Array:
     return layer(x)
 
 
-Remat: TypeAlias = Literal["none", "full", "row_out"]
-"""The activations that a backward pass keeps, as for [`scan_layers`][]."""
-
-
 # The scopes tell an analysis of the program which results are added before they are
 # summed over the shards.
 @jax.named_scope("redco_eqx.column")

@@ -2,7 +2,7 @@
 memory."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,11 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.tree import describe, is_array, leaves_with_paths
-from redco_eqx._parallel.linear import (
-    Remat,
-    check_sequence,
-    marked,
-)
+from redco_eqx._parallel.linear import check_sequence, marked
 from redco_eqx._sharding.mesh import (
     axis_size,
     batch_axes,
@@ -29,9 +25,16 @@ from redco_eqx._sharding.mesh import (
 # which it computes again.
 
 
-Policy: TypeAlias = Callable[..., bool]
-"""`(primitive, *types of its operands, **params) -> bool`: true if the results are
-kept."""
+Policy: TypeAlias = Callable[..., Any]
+"""A policy of `jax.checkpoint`, as in `jax.checkpoint_policies`:
+`(primitive, *types of its operands, **params)` returns true if the results are
+kept. To move them to the host instead, it returns an `Offloadable`."""
+
+Remat: TypeAlias = Literal["none", "full", "products", "row_out"] | Policy
+"""The activations that a backward pass keeps, as for [`scan_layers`][]: a name, or a
+policy of `jax.checkpoint`."""
+
+_NAMES = ("none", "full", "products", "row_out")
 
 
 def only_real(policy: Policy) -> Policy:
@@ -40,26 +43,52 @@ def only_real(policy: Policy) -> Policy:
     # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no
     # upstream issue known.
 
-    def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
+    def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> Any:
         is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)
         return not is_complex and policy(primitive, *operands, **params)
 
     return keep
 
 
+def also_by(policy: Policy, other: Policy) -> Policy:
+    """Return a policy that keeps values that either of two keeps. The first must return
+    a `bool`."""
+    # `jax.checkpoint_policies.save_from_both_policies` raises `ValueError` for a policy
+    # that offloads (JAX 0.10.2, no upstream issue known).
+
+    def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> Any:
+        is_kept = policy(primitive, *operands, **params)
+        return is_kept or other(primitive, *operands, **params)
+
+    return keep
+
+
+_PRODUCTS = (
+    "conv_general_dilated",
+    "dot_general",
+    "ragged_dot_general",
+    "scaled_matmul_wrapper",
+    # Attention by cuDNN.
+    "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_fp8_fwd_wrapper",
+    # Attention on a TPU, or a kernel of the user. Besides the output of attention, this
+    # keeps the sums of its softmax. If only the output had a name, the backward pass
+    # would run the kernel again for these sums.
+    "pallas_call",
+)
+"""The operations that are worth their memory, by the names of their primitives."""
+
 keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"))
 
 
 @only_real
 def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
-    """Keep the results of matrix products and convolutions, but no gathered weights and
-    no cheap results."""
-    return primitive.name in ("dot_general", "conv_general_dilated")
+    """Keep the results of matrix products, convolutions and kernels, but no gathered
+    weights and no cheap results."""
+    return primitive.name in _PRODUCTS
 
 
-keep_products_and_row_out = jax.checkpoint_policies.save_from_both_policies(
-    keep_products, keep_row_out
-)
+keep_products_and_row_out = also_by(keep_products, keep_row_out)
 """Keeps the results of matrix products, and the outputs of [`row`][]."""
 
 
@@ -107,10 +136,14 @@ def scan_layers(
         one.
     - `x`: the PyTree of arrays that flows through the layers.
     - `remat`: the activations that the backward pass keeps; it recomputes the others.
-        `none` keeps all activations (under `fsdp`, only the results of matrix products,
-        because the operations between them are cheap, and gathered weights must not be
-        kept). `full` keeps only `x` at each layer. `row_out` also keeps the outputs of
-        `row`, so that no sum over `tensor` is repeated.
+        `none` keeps all activations. `full` keeps only `x` at each layer. `row_out`
+        also keeps the outputs of `row`, so that no sum over `tensor` is repeated.
+        `products` also keeps the results of matrix products, convolutions and kernels
+        (such as the attention of cuDNN), and so only repeats cheap operations. Under
+        `fsdp`, `none` means `products`, because gathered weights must not be kept. A
+        policy of `jax.checkpoint` keeps what it says, gathered weights among it:
+        `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, for example, does
+        not keep the scores of attention.
     - `batched`: true if the leading dimension is the batch. Pass one value for all of
         `x`, or a prefix of its tree. Pass `False` under a `vmap` over examples, and
         `None` for parts with an open layout:
@@ -125,7 +158,7 @@ def scan_layers(
 
     **Raises:**
 
-    `ValueError` if `remat` is not one of the known values, if the arrays of `layers`
+    `ValueError` if `remat` is not a known name or a function, if the arrays of `layers`
     differ in their leading dimension, or if `sequence_parallel` is set and the sequence
     length is not divisible by the size of `tensor`.
     """
@@ -164,19 +197,27 @@ def scan_layers(
     return x
 
 
-def check_remat(remat: str) -> None:
-    """Raise `ValueError` for a rematerialisation policy that does not exist."""
-    if remat not in get_args(Remat):
-        raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
+def check_remat(remat: object) -> None:
+    """Raise `ValueError` for the name of a rematerialisation policy that does not
+    exist."""
+    if not callable(remat) and remat not in _NAMES:
+        raise ValueError(
+            f"remat={remat!r}, but it must be one of {_NAMES}, or a policy such as "
+            "jax.checkpoint_policies.dots_with_no_batch_dims_saveable."
+        )
 
 
 def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
+    if callable(remat):
+        return only_real(remat)
     if remat == "full":
         return jax.checkpoint_policies.nothing_saveable
     if remat == "row_out":
         return keep_row_out
     # Gathered weights count as activations, so the policy must name the values to keep.
-    return keep_products_and_row_out if has_fsdp else None
+    if remat == "products" or has_fsdp:
+        return keep_products_and_row_out
+    return None
 
 
 def _held(
