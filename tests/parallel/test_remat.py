@@ -24,6 +24,12 @@ REMATS: dict[str, Any] = {
     "row_out": "row_out",
     "full": "full",
     "without scores": POLICIES.dots_with_no_batch_dims_saveable,
+    "offload": POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["row_out"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 

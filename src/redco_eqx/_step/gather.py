@@ -31,7 +31,7 @@ from redco_eqx._base.jaxprs import (
     type_of,
 )
 from redco_eqx._base.rewriting import Rewriter, in_bodies, traced
-from redco_eqx._parallel.scan import Policy, keep_products, only_real
+from redco_eqx._parallel.scan import Policy, also_by, keep_products, only_real
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
 # Gathering one parameter that is split where it is stored.
@@ -148,11 +148,7 @@ def gather_where_used(
 def _and_kept(policy: Policy | None) -> Policy:
     """The policy of a checkpoint that also keeps gathered weights of the name
     `KEPT`."""
-    return (
-        jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy)
-        if policy
-        else _keep_gathered
-    )
+    return also_by(_keep_gathered, policy) if policy else _keep_gathered
 
 
 @dataclasses.dataclass(frozen=True)
