@@ -199,3 +199,15 @@ def test_the_verdict_names_what_the_device_has_not_what_was_allowed(
     tried = attempt(one, step, 2**50)  # pyright: ignore[reportArgumentType]
     assert tried.fits is False
     assert tried.verdict == "needs 17.38 GiB, but 15.75 GiB are available"
+
+
+def test_a_policy_among_the_options_is_written_by_its_name() -> None:
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names("row_out")
+    for policy, expected in {
+        policies.nothing_saveable: "remat=nothing_saveable",
+        named: f"remat={named!r}",
+    }.items():
+        one = dataclasses.replace(trial(1.0), options={"remat": policy})
+        assert str(one).endswith(expected)
+        assert " at 0x" not in str(one)

@@ -189,7 +189,7 @@ def plan(
         optimizer=optax.adamw(1e-4),
         batch=batch,
         target="v5e:4x4",
-        options={"remat": ["none", "row_out", "full"]},
+        options={"remat": ["none", "products", "row_out", "full"]},
         num_microbatches=[1, 2, 4],
     )
     print(found)

@@ -21,7 +21,7 @@ from redco_eqx._step.state import TrainState
 # The meshes and variants of a model that a plan chooses from, and their order.
 
 
-Option: TypeAlias = bool | int | float | str | None
+Option: TypeAlias = bool | int | float | str | Callable[..., Any] | None
 
 
 # Compared by identity, because a state has no single truth value.
@@ -79,7 +79,12 @@ class Trial:
         given = {**self.mesh.shape, **self.options}
         if self.num_microbatches > 1:
             given["num_microbatches"] = self.num_microbatches
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+        return ", ".join(f"{name}={_named(value)}" for name, value in given.items())
+
+
+def _named(value: Option) -> str:
+    """Write the value of an option: a function by its name, without its address."""
+    return getattr(value, "__name__", repr(value))
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
