@@ -55,12 +55,12 @@ def compiled(
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "products", "full"])
 def test_scores_of_all_pairs_are_nowhere(remat: str) -> None:
     text, memory, _ = compiled(target="h100:1", remat=remat)
     other, more, _ = compiled(target="h100:1", remat=remat, attention="xla")
     # Forward, backward, and what is computed again.
-    assert text.count(CALL) == {"none": 2, "full": 3}[remat]
+    assert text.count(CALL) == {"none": 2, "products": 2, "full": 3}[remat]
     assert SCORES not in text
     assert CALL not in other
     assert SCORES in other

@@ -23,8 +23,9 @@ from redco_eqx_models._blocks.context import Cache, Context, Hidden, Ids, Memory
 class Options(TypedDict, total=False):
     """Options for running any model.
 
-    - `remat`: the choice of activations that the backward pass recomputes (see
-        `scan_layers`). The default is `none`.
+    - `remat`: the activations that the backward pass keeps: `none` (the default),
+        `full`, `products`, `row_out`, or a policy of `jax.checkpoint`, see
+        `scan_layers`.
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
         default, cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
         and XLA's otherwise.

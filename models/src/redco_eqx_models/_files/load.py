@@ -102,8 +102,8 @@ def load_pretrained(
     - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for
         `jax.lax.scan`), so that compile time does not grow with depth; false for a list
         of layers.
-    - `remat`: the choice of activations that the backward pass recomputes (see
-        `scan_layers`).
+    - `remat`: the activations that the backward pass keeps: `none`, `full`,
+        `products`, `row_out`, or a policy of `jax.checkpoint`, see `scan_layers`.
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
         default cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
         and otherwise XLA's.
