@@ -130,6 +130,40 @@ def test_products_take_memory_between_none_and_full(mesh_name: str) -> None:
         assert products < none
 
 
+def test_the_gradient_of_a_split_stream_keeps_no_matrix_twice() -> None:
+    """Few tokens: the matrices are nearly all of the memory."""
+    size, num_layers, mesh = 64, 8, mesh_of("data2xtensor4")
+    keys = jax.random.split(jax.random.key(0), num_layers)
+
+    def make(key: Any) -> dict[str, eqx.nn.Linear]:
+        up_key, down_key = jax.random.split(key)
+        return {
+            "up": eqx.nn.Linear(size, 4 * size, key=up_key),
+            "down": eqx.nn.Linear(4 * size, size, key=down_key),
+        }
+
+    layers, _ = place(eqx.filter_vmap(make)(keys), mesh)
+    batch = jax.device_put(jnp.ones((2, 4, size)), rx.batch_sharding(mesh))
+
+    def num_bytes(is_split: bool) -> int:
+        split: Any = {"sequence_parallel": is_split}
+
+        def layer(own: Any, x: Any) -> Any:
+            (hidden,) = rx.layers.column(x, own["up"], **split)
+            return x + rx.layers.row(jnp.sin(hidden), own["down"], **split)
+
+        def loss(layers: Any) -> Any:
+            return jnp.sum(rx.layers.scan_layers(layer, layers, batch, **split) ** 2)
+
+        program = jax.jit(jax.grad(loss)).lower(layers).compile()
+        stats = program.memory_analysis()
+        assert stats is not None
+        return stats.temp_size_in_bytes
+
+    matrices = num_layers * 2 * 4 * size**2 * 4 // 4
+    assert num_bytes(True) < num_bytes(False) + matrices / 4
+
+
 # A kernel that keeps a second result for its backward pass, as flash attention does.
 
 

@@ -88,6 +88,30 @@ def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
     return primitive.name in _PRODUCTS
 
 
+_REARRANGE = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "pcast",
+    "pvary",
+    "reshape",
+    "squeeze",
+    "transpose",
+)
+"""Operations that compute nothing, by the names of their primitives."""
+
+
+@only_real
+def keep_computed(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
+    """Keep all results but those that only rearrange numbers.
+
+    Without a policy, the gradient of a scan keeps the matrices of each layer as a
+    `shard_map` marks and transposes them, next to the stack itself.
+    """
+    return primitive.name not in _REARRANGE
+
+
 keep_products_and_row_out = also_by(keep_products, keep_row_out)
 """Keeps the results of matrix products, and the outputs of [`row`][]."""
 
@@ -176,6 +200,8 @@ def scan_layers(
         return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
 
     policy = _policy(remat, mesh is not None and axis_size(mesh, "fsdp") > 1)
+    if policy is None and sequence_parallel and tensor_size(mesh) > 1 and not is_list:
+        policy = keep_computed
 
     def apply(layer: PyTree, x: X) -> X:
         return hold(layer_fn(layer, hold(x)))
