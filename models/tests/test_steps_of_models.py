@@ -44,7 +44,10 @@ def counts(found: Communication, case: workloads.Case, mesh: Any) -> dict[Any, i
     ("name", "in_layer", "others"), [("LLaMA", 9, 3), ("GPT-J", 10, 5)]
 )
 def test_a_step_over_tensor_and_data_moves_the_least(name, in_layer, others):
-    mesh, (case, found) = mesh_of("data2xtensor4"), step_of(name, "data2xtensor4")
+    mesh, (case, found) = (
+        mesh_of("data2xtensor4"),
+        step_of(name, "data2xtensor4", sequence_parallel=False),
+    )
     # The whole dict: no all-gather, of a weight or of anything else, and nothing over
     # both axes.
     expected = {
@@ -117,7 +120,9 @@ def test_fsdp_gathers_each_layer_forward_and_backward_unless_it_is_kept(
     mesh_name, stacked, remat, reshard
 ):
     mesh = mesh_of(mesh_name)
-    case = workloads.family_case("LLaMA", TINY, stacked=stacked, remat=remat)
+    case = workloads.family_case(
+        "LLaMA", TINY, stacked=stacked, remat=remat, sequence_parallel=False
+    )
     found = collectives.step_communication(case, mesh, reshard_after_forward=reshard)
     arrays = rx.to_arrays(workloads.abstract_model(case, mesh)[0])
     split = {path: x for path, x in arrays.items() if "fsdp" in x.sharding.spec}

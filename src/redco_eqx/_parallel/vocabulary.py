@@ -119,7 +119,7 @@ def cross_entropy(
     weights: Num[Array, "*batch length"] | None = None,
     ignore_label: int = -100,
     num_chunks: int = 1,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool | None = False,
 ) -> Mean:
     """Apply the head, and compute the mean cross-entropy of `labels` under
     `softmax(head(hidden))`, in float32.
@@ -151,7 +151,8 @@ def cross_entropy(
         for one part at a time, forward and backward, so they take proportionally less
         memory. The cost is one more application of the head.
     - `sequence_parallel`: pass true if `hidden` is split over `tensor` along dim 1.
-        `hidden` is gathered here, and its gradient is reduced and scattered.
+        `hidden` is gathered here, and its gradient is reduced and scattered. `None`
+        means false.
 
     **Returns:**
 
@@ -177,7 +178,7 @@ def cross_entropy(
     counted = (labels != ignore_label).astype(jnp.float32)
     weights = counted if weights is None else counted * weights
     mesh = traced_mesh(head, hidden)
-    sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
+    sequence_parallel = bool(sequence_parallel) and tensor_size(mesh) > 1
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
     split = _split_head(head, tensor_size(mesh))

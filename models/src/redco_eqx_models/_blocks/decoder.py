@@ -26,6 +26,7 @@ from redco_eqx_models._blocks.model import (
     count_layers,
     make_context,
     run_layers,
+    whole_output,
 )
 from redco_eqx_models._leaves import path_of
 
@@ -264,7 +265,8 @@ class Decoder(Model):
             cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
         if sums is not None:
             sums = pieces[-1]
-        return self.finish(x, finish_key), cache, sums
+        hidden = whole_output(self, self.finish(x, finish_key), context)
+        return hidden, cache, sums
 
 
 def make_head(

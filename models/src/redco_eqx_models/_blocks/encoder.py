@@ -14,7 +14,12 @@ from redco_eqx_models._blocks.config import BaseConfig, Labels
 from redco_eqx_models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.layers import ACTIVATIONS, Linear, make_linears, maybe
-from redco_eqx_models._blocks.model import Model, make_context, run_layers
+from redco_eqx_models._blocks.model import (
+    Model,
+    make_context,
+    run_layers,
+    whole_output,
+)
 from redco_eqx_models._blocks.multihead import Dense, HeadsAttention
 
 
@@ -196,4 +201,5 @@ def encode_tokens(
     context = dataclasses.replace(context, bias=bias)
     embed_key, layers_key = split_key(key, 2)
     x = embed(context, embed_key)
-    return run_layers(layers, x, context, None, remat=model.remat, key=layers_key)[0]
+    x, _ = run_layers(layers, x, context, None, remat=model.remat, key=layers_key)
+    return whole_output(model, x, context)

@@ -82,12 +82,14 @@ class EncoderDecoder(Decoder):
         `encoder_states`."""
         layers = self.layers
         size = self.config.head_size
+        # By default, `encoder_states` is whole.
+        is_split_along_tokens = self.sequence_parallel is True
         axes = activation_axes(layers, hidden, num_rows=hidden.shape[0])
 
         def project(hidden: Array, *projections: PyTree) -> tuple[Array, ...]:
             def one(own: tuple[PyTree, ...], hidden: Any) -> Any:
                 return column(
-                    hidden, *own, unit=size, sequence_parallel=self.sequence_parallel
+                    hidden, *own, unit=size, sequence_parallel=is_split_along_tokens
                 )
 
             # As a single layer of `scan_layers`, which keeps no gathered weights for

@@ -3,6 +3,8 @@ layers."""
 
 import dataclasses
 import functools
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypedDict
 
@@ -10,10 +12,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from redco_eqx import to_arrays
-from redco_eqx.layers import scan_layers
+from redco_eqx.layers import activation_axes, scan_layers
 from redco_eqx.types import Key, Remat
 from redco_eqx_models._blocks.attention import Implementation
 from redco_eqx_models._blocks.config import BaseConfig
@@ -30,13 +33,17 @@ class Options(TypedDict, total=False):
         default, cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
         and XLA's otherwise.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along
-        the token dimension, see `scan_layers`. The number of tokens must divide evenly.
-        Do not use it with a cache.
+        the token dimension, see `scan_layers`. The number of tokens must divide evenly,
+        and the input of the head is split, too: also pass it to `cross_entropy`. By
+        default, the stream between layers is split if a device has at least a quarter
+        as many tokens as the stream has features, `tensor` divides the length and the
+        heads, and there is no cache. The input of the head is then whole. False leaves
+        the stream whole.
     """
 
     remat: Remat
     attention: Implementation | None
-    sequence_parallel: bool
+    sequence_parallel: bool | None
 
 
 class Model(eqx.Module):
@@ -51,7 +58,7 @@ class Model(eqx.Module):
     config: eqx.AbstractVar[Any]
     remat: Remat = eqx.field(static=True)
     attention: Implementation | None = eqx.field(static=True)
-    sequence_parallel: bool = eqx.field(static=True)
+    sequence_parallel: bool | None = eqx.field(static=True)
 
     architecture: ClassVar[str | None] = None
     """The model's name in `config.json`, if its configuration serves several."""
@@ -105,7 +112,7 @@ class Model(eqx.Module):
         *,
         remat: Remat = "none",
         attention: Implementation | None = None,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
     ):
         self.config = config
         self.remat = remat
@@ -188,9 +195,8 @@ def make_context(
     _check_tokens(input_ids, attention_mask, model.config.max_positions, cache)
     window = model.config.window
     windowed = model.config.windowed
-    # With a cache, a call often has a single token, which cannot be split.
-    sequence_parallel = model.sequence_parallel and cache is None
     size, num_tokens = input_ids.shape
+    sequence_parallel = splits_stream(model, size, num_tokens, cache)
     given = jnp.ones((size, num_tokens), bool)
     if attention_mask is not None and attention_mask.ndim == 2:
         given = attention_mask.astype(bool)
@@ -246,6 +252,66 @@ def make_context(
         real=given,
     )
     return context, cache
+
+
+SPLIT_FROM = 0.25
+"""The tokens on a device, for each feature of the stream, from which it is split.
+
+With fewer, there is little memory to save, because the matrices of a layer are much
+larger than its activations."""
+
+
+def splits_stream(
+    model: Model, num_rows: int, num_tokens: int, cache: Cache | None = None
+) -> bool:
+    """Return true if the stream between layers is split over `tensor` along the tokens.
+
+    `model.sequence_parallel` says so. If it is `None`, the shapes decide: the stream is
+    split if a device has at least a quarter as many tokens as the stream has features,
+    and `tensor` divides the number of tokens in a row and the number of heads. Warns if
+    the number of tokens in a row alone prevents it.
+    """
+    # With a cache, a call often has a single token, which cannot be split.
+    if cache is not None:
+        return False
+    if model.sequence_parallel is not None:
+        return model.sequence_parallel
+    axes = activation_axes(model, num_rows=num_rows)
+    if axes is None or axes.mesh.shape.get("tensor", 1) == 1:
+        return False
+    tensor = axes.mesh.shape["tensor"]
+    config = model.config
+    width = config.entry("hidden_size", None)
+    num_heads = config.entry("num_attention_heads", None)
+    if width is None or num_heads is None:
+        # A family of the user with other names.
+        return False
+    num_own = num_rows // axes.num_row_shards * num_tokens
+    # Heads that are not split read the whole stream: each device would gather it.
+    if num_own < SPLIT_FROM * width or math.gcd(num_heads, config.kv_heads) % tensor:
+        return False
+    if num_tokens % tensor:
+        longer = num_tokens + -num_tokens % tensor
+        warnings.warn(
+            f"{type(model).__name__}: each device keeps the whole stream between "
+            f"layers, because tensor={tensor} does not divide the number of tokens in "
+            f"a row, {num_tokens}. For less memory, pass rows of {longer} tokens (a "
+            "loss on shifted tokens needs one more in each example). "
+            "sequence_parallel=False says nothing.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def whole_output(model: Model, x: Hidden, context: Context) -> Hidden:
+    """Return the stream after the last layer whole over `tensor`, unless
+    `model.sequence_parallel` is true: code that reads it knows nothing of the split."""
+    axes = activation_axes(x, num_rows=x.shape[0])
+    if axes is None or not context.sequence_parallel or model.sequence_parallel:
+        return x
+    sharding = NamedSharding(axes.mesh, PartitionSpec(axes.rows))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _fill_slots(slots: Array, new: Array, first: Array) -> Array:

@@ -14,7 +14,14 @@ from redco_eqx_models._blocks.context import Context, Hidden
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.encoder import EncoderConfig, EncoderLayer, EncoderLayers
 from redco_eqx_models._blocks.layers import LayerNorm, Linear
-from redco_eqx_models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx_models._blocks.model import (
+    Model,
+    Options,
+    make_layers,
+    run_layers,
+    splits_stream,
+    whole_output,
+)
 from redco_eqx_models._blocks.multihead import Dense, pool_first
 
 
@@ -175,13 +182,12 @@ class ViTModel(Model):
         embed_key, layers_key = split_key(key, 2)
         x = self.embeddings(pixel_values, embed_key)
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        context = Context(
-            positions, None, None, self.attention, self.sequence_parallel, causal=False
-        )
+        is_split = splits_stream(self, *x.shape[:2])
+        context = Context(positions, None, None, self.attention, is_split, causal=False)
         x, _ = run_layers(
             self.encoder.layer, x, context, None, remat=self.remat, key=layers_key
         )
-        return self.layernorm(x)
+        return whole_output(self, self.layernorm(x), context)
 
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None

@@ -59,7 +59,7 @@ def load_pretrained(
     stacked: bool = False,
     remat: Remat = "none",
     attention: Implementation | None = None,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool | None = None,
     overrides: Overrides = (),
     entries: Mapping[str, Json] | None = None,
     key: Key | None = None,
@@ -108,7 +108,9 @@ def load_pretrained(
         default cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
         and otherwise XLA's.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along
-        the token dimension, see `scan_layers`.
+        the token dimension; false to leave it whole. By default, it is split if a
+        device has at least a quarter as many tokens as the stream has features, see
+        `Options`.
     - `overrides`: as for `shard_rules`.
     - `entries`: entries that replace those of `config.json`, under any of their names,
         such as dropout rates or `{"num_labels": 3}`.
