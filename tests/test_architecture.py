@@ -222,6 +222,7 @@ LOADED = [
     "_step.buffers",
     "_step.compile_cache",
     "_step.gather",
+    "_step.gradient",
     "_step.init",
     "_step.layout",
     "_step.optimizer",
