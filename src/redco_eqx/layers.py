@@ -2,6 +2,7 @@
 remat."""
 
 from redco_eqx._parallel.activations import ActivationAxes, activation_axes
+from redco_eqx._parallel.attention import attention
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx._parallel.vocabulary import cross_entropy, embed
@@ -9,6 +10,7 @@ from redco_eqx._parallel.vocabulary import cross_entropy, embed
 __all__ = [
     "ActivationAxes",
     "activation_axes",
+    "attention",
     "column",
     "cross_entropy",
     "embed",
