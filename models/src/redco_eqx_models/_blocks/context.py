@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx.layers import column, embed, row
 from redco_eqx.types import Key
-from redco_eqx_models._blocks.attention import Implementation, Scoring, attend
+from redco_eqx_models._blocks.attention import Bias, Implementation, Scoring, attend
 from redco_eqx_models._blocks.dropout import dropout, drops
 from redco_eqx_models._blocks.layers import ACTIVATIONS, Embedding
 
@@ -75,10 +75,6 @@ Ids: TypeAlias = Int[Array, "b t"]
 Hidden: TypeAlias = Float[Array, "b t size"]
 """The stream between layers."""
 
-Bias: TypeAlias = Float[Array, "n h t s"]
-"""Numbers added to the scores of attention. Each row applies to the same number of
-neighbouring rows."""
-
 LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
 """The stream after a layer, and the cache with the layer's keys and values added."""
 
@@ -91,8 +87,8 @@ class Context:
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not
         padding.
-    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if
-        `causal` alone decides.
+    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see, for caches and
+        for a mask given by hand; `None` if `causal`, `segments` and `window` decide.
     - `length`: the number of slots filled before these tokens; `None` without a cache.
     - `implementation`: the implementation of attention; see `attend`.
     - `sequence_parallel`: true if the stream is split over `tensor` along the tokens,
@@ -100,13 +96,17 @@ class Context:
     - `causal`: true if a token sees only the tokens up to itself (a decoder), false if
         it sees all (an encoder).
     - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every
-        layer. Each row applies to the same number of neighbouring rows of the batch.
-        Comes from `relative_bias`; `None` for no bias.
+        layer, or a function that computes it for a block of tokens. Each row applies to
+        the same number of neighbouring rows of the batch. Comes from `relative_bias`;
+        `None` for no bias.
     - `memory`: the keys and values that `cross_attend` reads; `None` without an
         encoder.
     - `layer`: the number of the current layer, from 0.
     - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for
-        each layer whether it has this mask; `None` if all have the same.
+        each layer whether it has this mask, or `window`; `None` if all have the same.
+    - `segments`: `(batch, t)`, for each token the number of its text, which is all that
+        it sees; 0 for padding.
+    - `window`: the number of tokens that a token sees, with itself.
     - `real`: `(batch, t)`, false for padding; `None` if there is none.
     """
 
@@ -126,6 +126,8 @@ class Context:
         default=None, metadata={"static": True}
     )
     real: Bool[Array, "b t"] | None = None
+    segments: Int[Array, "b t"] | None = None
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def embed(self, table: Embedding, ids: Ids) -> Hidden:
         """Look up rows of a table that may be split over the vocabulary, by
@@ -225,16 +227,21 @@ class Context:
             value = value.astype(query.dtype)
         mask = self.mask
         window_mask = self.window_mask
-        if mask is not None and window_mask is not None and self.windowed is not None:
+        has_window = None
+        if self.windowed is not None:
             # In a scan, the number of the layer is traced: both masks exist, and the
             # layer selects one.
             has_window = jnp.asarray(self.windowed)[self.layer]
+        if mask is not None and window_mask is not None and has_window is not None:
             mask = jnp.where(has_window, window_mask, mask)
         output = attend(
             query,
             key,
             value,
             mask=mask,
+            segments=self.segments,
+            window=self.window,
+            has_window=None if self.window is None else has_window,
             bias=self.bias,
             causal=self.causal,
             implementation=self.implementation,
@@ -258,7 +265,10 @@ class Context:
             query,
             memory.key.astype(query.dtype),
             memory.value.astype(query.dtype),
-            mask=memory.mask[:, None, None],
+            segments=(
+                jnp.ones(query.shape[:2], jnp.int32),
+                memory.mask.astype(jnp.int32),
+            ),
             causal=False,
             implementation=self.implementation,
             **scoring,

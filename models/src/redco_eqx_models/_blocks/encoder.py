@@ -11,7 +11,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx.types import Key
 from redco_eqx_models._blocks import layers
 from redco_eqx_models._blocks.config import BaseConfig, Labels
-from redco_eqx_models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx_models._blocks.context import (
+    Bias,
+    Context,
+    Hidden,
+    LayerCache,
+    LayerOutput,
+)
 from redco_eqx_models._blocks.dropout import dropout, split_key
 from redco_eqx_models._blocks.layers import ACTIVATIONS, Linear, make_linears, maybe
 from redco_eqx_models._blocks.model import (
@@ -177,7 +183,7 @@ def encode_tokens(
     *,
     attention_mask: Array | None,
     positions: Int[Array, "b s"] | None = None,
-    bias: Float[Array, "n h s s"] | None = None,
+    bias: Bias | None = None,
     causal: bool = False,
     key: Key | None,
 ) -> Float[Array, "b s size"]:

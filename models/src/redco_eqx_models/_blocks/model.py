@@ -29,9 +29,9 @@ class Options(TypedDict, total=False):
     - `remat`: the activations that the backward pass keeps: `none` (the default),
         `full`, `products`, `row_out`, or a policy of `jax.checkpoint`, see
         `scan_layers`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
-        default, cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
-        and XLA's otherwise.
+    - `attention`: `"xla"`, `"cudnn"` or `"splash"`, as for
+        `redco_eqx.layers.attention`. By default, a kernel on GPUs and TPUs where one
+        fits, and XLA's otherwise.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along
         the token dimension, see `scan_layers`. The number of tokens must divide evenly,
         and the input of the head is split, too: also pass it to `cross_entropy`. By
@@ -209,6 +209,13 @@ def make_context(
         # A window as long as the text hides nothing. Without a mask, flash attention
         # can compute it.
         window = None
+    # Texts, padding and windows need no mask of all pairs of tokens, unless a token's
+    # place in the row is not its position, or the model asks for cuDNN's attention,
+    # which knows neither.
+    is_masked = attention_mask is not None and attention_mask.ndim == 3
+    is_moved = window is not None and positions is not None
+    by_cudnn = model.attention == "cudnn"
+    needs_mask = cache is not None or is_masked or is_moved or by_cudnn
     if positions is None:
         counted = num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1
         # Padding on the left would have position -1, which reads a table's last row.
@@ -226,7 +233,9 @@ def make_context(
     # Masks are true where a token may look, unlike the additive masks of transformers.
     if attention_mask is not None and attention_mask.ndim == 3:
         mask = attention_mask.astype(bool)[:, None]
-    elif cache is None and attention_mask is None and window is None:
+    elif not needs_mask or (
+        cache is None and attention_mask is None and window is None
+    ):
         mask = None
     elif not causal:
         mask = valid[:, None, None, :]
@@ -240,6 +249,9 @@ def make_context(
         # tokens with itself among them, as in transformers (`sliding_window_overlay`).
         oldest = positions[:, None, :, None] - window
         near = mask & (slot_positions[:, None, None, :] > oldest)
+    segments = None
+    if attention_mask is not None and not needs_mask:
+        segments = given.astype(jnp.int32)
     context = Context(
         positions,
         near if windowed is None else mask,
@@ -250,6 +262,8 @@ def make_context(
         window_mask=near,
         windowed=windowed,
         real=given,
+        segments=segments,
+        window=None if needs_mask else window,
     )
     return context, cache
 

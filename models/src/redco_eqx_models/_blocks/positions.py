@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from redco_eqx.layers import activation_axes
+from redco_eqx_models._blocks.attention import Bias
 from redco_eqx_models._blocks.config import Json
 from redco_eqx_models._blocks.layers import Embedding
 
@@ -288,9 +290,10 @@ def relative_bias(
     bidirectional: bool,
     max_distance: int,
     batch_size: int = 1,
-) -> Float[Array, "n heads t s"]:
+) -> Bias:
     """Return the bias on the scores of each head, from the distance between the two
-    tokens.
+    tokens, or, for long texts whose rows share their positions, the function that
+    computes it for a block of tokens.
 
     Compute it once, and pass it to all layers as `Context.bias`.
 
@@ -312,8 +315,59 @@ def relative_bias(
         has one row for each part of the batch on the mesh, or a single row if the batch
         does not divide evenly.
     """
-    ahead = key[:, None] - query[:, :, None]
-    num_buckets = table.num_embeddings
+    if len(query) > 1 or len(key) > 1:
+        ahead = key[:, None] - query[:, :, None]
+        buckets = _buckets(table.num_embeddings, ahead, bidirectional, max_distance)
+        return jnp.moveaxis(table(buckets), -1, 1)
+    tables = _for_each_part(table.weight, batch_size)
+    bias = RelativeBias(tables, query[0], key[0], bidirectional, max_distance)
+    num_tokens = query.shape[1]
+    num_keys = key.shape[1]
+    if num_tokens * num_keys > MOST_PAIRS:
+        return bias
+    heads = jnp.arange(table.weight.shape[1])
+    return bias(jnp.arange(num_tokens), jnp.arange(num_keys), heads)
+
+
+MOST_PAIRS = 1024 * 1024
+"""Pairs of tokens for which one bias of all pairs is computed for all layers. Beyond
+that, each layer computes it again, for one block of tokens after another."""
+
+
+class RelativeBias(eqx.Module):
+    """The bias of any block of tokens of texts that share their positions.
+
+    - `tables`: the table, once for each part of the batch.
+    - `query`, `key`: the positions of the tokens.
+    """
+
+    tables: Float[Array, "n buckets heads"]
+    query: Int[Array, " t"]
+    key: Int[Array, " s"]
+    bidirectional: bool = eqx.field(static=True)
+    max_distance: int = eqx.field(static=True)
+
+    def __call__(
+        self,
+        query_positions: Int[Array, " q"],
+        key_positions: Int[Array, " k"],
+        heads: Int[Array, " heads"],
+    ) -> Float[Array, "n heads q k"]:
+        """Return the bias of all heads, for the tokens with these indices."""
+        ahead = self.key[key_positions] - self.query[query_positions][:, None]
+        buckets = _buckets(
+            self.tables.shape[1], ahead, self.bidirectional, self.max_distance
+        )
+        return jnp.moveaxis(jnp.take(self.tables, buckets, axis=1), -1, 1)
+
+
+def _buckets(
+    num_buckets: int,
+    ahead: Int[Array, "*any"],
+    bidirectional: bool,
+    max_distance: int,
+) -> Int[Array, "*any"]:
+    """Return the bucket of each pair, from how far the key is ahead of the query."""
     distance = jnp.maximum(-ahead, 0)
     if bidirectional:
         num_buckets = num_buckets // 2
@@ -324,11 +378,7 @@ def relative_bias(
     buckets = of_distances[jnp.minimum(distance, max_distance)]
     if bidirectional:
         buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
-    if len(buckets) > 1:
-        return jnp.moveaxis(table(buckets), -1, 1)
-    tables = _for_each_part(table.weight, batch_size)
-    bias = jnp.take(tables, buckets[0], axis=1)
-    return jnp.moveaxis(bias, -1, 1)
+    return buckets
 
 
 def _for_each_part(
