@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx.types import Key
 from redco_eqx_models._blocks import layers
+from redco_eqx_models._blocks.attention import Bias
 from redco_eqx_models._blocks.config import BaseConfig, Labels
 from redco_eqx_models._blocks.context import (
-    Bias,
     Context,
     Hidden,
     LayerCache,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx.types import Key
+from redco_eqx_models._blocks.attention import Bias
 from redco_eqx_models._blocks.config import Config, Json
 from redco_eqx_models._blocks.context import (
-    Bias,
     Context,
     Hidden,
     Ids,

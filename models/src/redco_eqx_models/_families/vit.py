@@ -181,8 +181,9 @@ class ViTModel(Model):
         """
         embed_key, layers_key = split_key(key, 2)
         x = self.embeddings(pixel_values, embed_key)
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        is_split = splits_stream(self, *x.shape[:2])
+        num_rows, num_tokens, _ = x.shape
+        positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_rows, num_tokens))
+        is_split = splits_stream(self, num_rows, num_tokens)
         context = Context(positions, None, None, self.attention, is_split, causal=False)
         x, _ = run_layers(
             self.encoder.layer, x, context, None, remat=self.remat, key=layers_key
