@@ -60,7 +60,8 @@ class WithTeacher(eqx.Module):
 
 
 def teacher_state(**sizes: int) -> Any:
-    mesh = rx.make_mesh(**sizes or MESH)
+    given: dict[str, Any] = sizes or MESH
+    mesh = rx.make_mesh(**given)
     linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     model = WithTeacher(linear, jax.tree.map(jnp.copy, linear))
     model = eqx.filter_shard(model, rx.shard_rules(model, mesh))
