@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx.types import Key
+from redco_eqx_models._blocks.attention import Bias
 from redco_eqx_models._blocks.config import BaseConfig
-from redco_eqx_models._blocks.context import Bias, Cache, Context, Hidden, Ids, Memory
+from redco_eqx_models._blocks.context import Cache, Context, Hidden, Ids, Memory
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.layers import Embedding, Linear, TiedHead
 from redco_eqx_models._blocks.lora import LoRA
