@@ -1,5 +1,6 @@
 """This library: the layout by the traced program, layers as a list; scanned; and with
-the stream split over `tensor`, too, by its sequence."""
+the stream between layers whole, or split over `tensor` up to the loss. By default, it
+is split up to the head."""
 
 import itertools
 import pathlib
@@ -75,6 +76,7 @@ def measure(
 PEERS: dict[str, dict[str, Any]] = {
     "redco_eqx": {},
     "redco_eqx, scanned": {"stacked": True},
+    "redco_eqx, whole stream": {"sequence_parallel": False},
     "redco_eqx, sequence parallel": {"sequence_parallel": True},
 }
 
