@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx._parallel.activations import ActivationAxes, activation_axes
+from redco_eqx._sharding.mesh import mapped_axes
 
 Kernel: TypeAlias = Literal["cudnn", "splash"]
 
@@ -174,7 +175,9 @@ def _splits_evenly(axes: ActivationAxes) -> bool:
     """Return true if rows and heads divide evenly, and no other axis of the mesh has a
     say."""
     splits_heads = axes.heads is not None or "tensor" not in axes.mesh.shape
-    others = set(axes.mesh.axis_names) - {*(axes.rows or ()), "tensor"}
+    # The map around this call splits a dim of its own over the mapped axes.
+    known = {*(axes.rows or ()), "tensor", *mapped_axes()}
+    others = set(axes.mesh.axis_names) - known
     return axes.rows is not None and splits_heads and not others
 
 
