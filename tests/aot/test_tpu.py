@@ -25,7 +25,7 @@ from steps_for_tpus import assert_sends_the_least, compiled, num_bytes
 from zoo import BY_NAME
 
 import redco_eqx as rx
-from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.communication import attention_of, communication
 
 
 def test_a_users_own_model_sends_as_predicted_four_activations_a_layer_and_gradients():
@@ -190,3 +190,42 @@ def test_frozen_arrays_that_are_not_donated_take_no_memory_more(axes):
             + stats.temp_size_in_bytes
         )
     assert sizes["ours"] <= sizes["all donated"]
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "implementation", "most"),
+    [
+        # MiB of temporaries on a device, for 8 heads of 128 in bfloat16.
+        (4096, None, "splash", 64),
+        (4096, 1024, "splash", 64),
+        (4096, None, "xla", 192),
+    ],
+)
+def test_attention_stores_no_scores_of_all_pairs(
+    length: int, window: int | None, implementation: str, most: float
+) -> None:
+    """Nor does it send anything, forward or backward."""
+    mesh = topology.mesh("v5e:2x4", tensor=4)
+    heads = jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
+    x = jax.ShapeDtypeStruct((2, length, 32, 128), jnp.bfloat16, sharding=heads)
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        out = rx.layers.attention(
+            query,
+            key,
+            value,
+            causal=True,
+            window=window,
+            implementation=None if implementation == "splash" else "xla",
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=heads)
+    program = step.lower(x, x, x).compile(compiler_options=topology.OPTIONS)
+    text = program.as_text()
+    assert attention_of(text) == implementation
+    assert f"{length},{length}]" not in text
+    assert not communication(program, mesh)
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes / 2**20 < most

@@ -21,9 +21,11 @@ from jax.sharding import (
 )
 
 import redco_eqx as rx
+from redco_eqx._compiled.communication import attention_of
 from redco_eqx._parallel import attention as blocks
 from redco_eqx._parallel import kernels
 from redco_eqx._parallel.kernels import Call, kernel_for
+from redco_eqx._sharding.mesh import mapped_over
 from redco_eqx.layers import attention
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 4, 37, 4, 2, 8
@@ -409,6 +411,8 @@ def test_nothing_is_communicated(name: str, is_long: bool, monkeypatch: Any) -> 
     program = compiled(192, mesh, **OPTIONS[name])
     assert ("while(" in program.as_text()) or not is_long
     assert not rx.communication(program, mesh)
+    # The name that `fit` prints.
+    assert attention_of(program.as_text()) == "xla"
 
 
 def test_the_rule_for_blocks() -> None:
@@ -449,6 +453,14 @@ def chosen(mesh: Any, implementation: Any = None, **options: Any) -> Any:
 
     eqx.filter_eval_shape(trace, query, key)
     return found[0]
+
+
+def test_a_map_over_data_shards_leaves_the_kernel() -> None:
+    """As `reduce_once` maps a loss: its axis splits none of the rows."""
+    mesh = mesh_on("tpu", "TPU v5 lite", data=3)
+    assert chosen(mesh) is None
+    with mapped_over("data"):
+        assert chosen(mesh) == "splash"
 
 
 PAIR = (jnp.ones((8, 1024), jnp.int32),) * 2

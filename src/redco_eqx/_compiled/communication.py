@@ -403,9 +403,25 @@ def memory_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
     return arguments + results + stats.temp_size_in_bytes, arguments
 
 
+_ATTENTION = {
+    "splash": "splash_mha",
+    "cudnn": "__cudnn$fmha",
+    "xla": "redco_eqx.attention",
+}
+"""The texts by which a compiled program shows how it computes attention, by the names
+of `redco_eqx.layers.attention`."""
+
+
+def attention_of(text: str) -> str:
+    """The way in which a compiled program computes the attention of
+    `redco_eqx.layers.attention`; empty without one."""
+    return next((name for name, mark in _ATTENTION.items() if mark in text), "")
+
+
 def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     """Describe the cost of a step in a line: `a step takes 1.5 MiB of each device, 0.9
-    MiB of it while it runs, and sends 256.0 KiB over data`."""
+    MiB of it while it runs, and sends 256.0 KiB over data`. With
+    `redco_eqx.layers.attention`, also the implementation that was chosen."""
     peak, arguments = memory_bytes(compiled)
     line = (
         f"a step takes {size_text(peak)} of each device, {size_text(peak - arguments)} "
@@ -419,4 +435,6 @@ def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
         f"{size_text(total.sent_bytes)} over {' and '.join(axes)}"
         for axes, total in found.items()
     ]
-    return f"{line}, and sends {', '.join(sent) or 'nothing'}"
+    line += f", and sends {', '.join(sent) or 'nothing'}"
+    attention = attention_of(compiled.as_text() or "")
+    return f"{line}; attention by {attention}" if attention else line
