@@ -32,6 +32,11 @@ class Text(applicability.Model):
         """True if it predicts tokens in their places, from all others."""
         return self.kind.__name__.endswith("MaskedLM")
 
+    def make(self, key: Any, **options: Any) -> Any:
+        # With the stream between layers whole, as predictions have it. One that is
+        # split sends the same, and the output of the last layer once more.
+        return super().make(key, **{"sequence_parallel": False, **options})
+
     def batch(self, size: int, length: int) -> Any:
         tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
         return (

@@ -41,7 +41,8 @@ def test_families_are_laid_out_as_by_paths_and_what_blocks_add_first_is_predicte
 )
 def test_what_is_gathered_over_fsdp_is_predicted(name, axes, vocabulary):
     sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=vocabulary)
-    case, mesh = workloads.family_case(name, sizes, stacked=True), rx.make_mesh(**axes)
+    case = workloads.family_case(name, sizes, stacked=True, sequence_parallel=False)
+    mesh = rx.make_mesh(**axes)
     model, of_step = (
         abstract(case.make_model),
         {"loss_fn": case.loss_fn, "batch": case.batch},
