@@ -158,6 +158,7 @@ class Reading(TypedDict, total=False):
     positions: Ids | None
     cache: Cache | None
     key: Key | None
+    segments: Ids | None
 
 
 class Decoder(Model):
@@ -244,11 +245,20 @@ class Decoder(Model):
         positions: Ids | None = None,
         cache: Cache | None = None,
         key: Key | None = None,
+        segments: Ids | None = None,
         sums: Array | None = None,
     ) -> tuple[Hidden, Cache | None, Any]:
         """Return the input of the head, the cache with these tokens added, and the
         `sums` from `run_layers`."""
-        context, cache = make_context(self, input_ids, attention_mask, positions, cache)
+        if segments is not None and memory is not None:
+            raise ValueError(
+                f"{type(self).__name__}: segments is for models without an encoder, "
+                "whose texts could not be told apart. Leave it out, with one text in a "
+                "row."
+            )
+        context, cache = make_context(
+            self, input_ids, attention_mask, positions, cache, texts=segments
+        )
         query_positions = context.positions
         if cache is None and positions is None:
             # All rows have the same positions except for padding, so one bias serves
@@ -309,6 +319,9 @@ class DecoderLM(Decoder):
             call.
         - `key`: for dropout, which needs a key and a model that is not in inference
             mode (`eqx.nn.inference_mode`).
+        - `segments`: `(batch, t)`, for rows of several texts one after another: for
+            each token the number of its text, other numbers for neighbours, and 0 for
+            padding. A token sees only its own text, and positions begin anew in each.
 
         **Returns:**
 

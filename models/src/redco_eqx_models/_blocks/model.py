@@ -176,6 +176,7 @@ def make_context(
     cache: Cache | None = None,
     *,
     causal: bool = True,
+    texts: Ids | None = None,
 ) -> tuple[Context, Cache | None]:
     """Make the context of some tokens, and the cache with these tokens but without
     their keys and values, which the layers add. Raises `ValueError` for arrays that do
@@ -191,8 +192,15 @@ def make_context(
     - `positions`: positions of the tokens; by default counted from the mask.
     - `causal`: whether a token sees only the tokens up to itself, or, without a cache,
         all.
+    - `texts`: `(batch, t)`, for each token the number of its text, 0 for padding, in
+        place of `attention_mask`.
     """
-    _check_tokens(input_ids, attention_mask, model.config.max_positions, cache)
+    max_positions = model.config.max_positions
+    if texts is not None:
+        _check_texts(texts, input_ids, attention_mask, cache)
+        # Positions begin anew in each text, so a row may be longer than the table.
+        max_positions = None
+    _check_tokens(input_ids, attention_mask, max_positions, cache)
     window = model.config.window
     windowed = model.config.windowed
     size, num_tokens = input_ids.shape
@@ -200,6 +208,10 @@ def make_context(
     given = jnp.ones((size, num_tokens), bool)
     if attention_mask is not None and attention_mask.ndim == 2:
         given = attention_mask.astype(bool)
+    if texts is not None:
+        given = texts != 0
+        if positions is None:
+            positions = _places(texts)
     num_before: Array | int = 0
     if cache is not None:
         # Padding takes a slot, but no position.
@@ -213,7 +225,7 @@ def make_context(
     # place in the row is not its position, or the model asks for cuDNN's attention,
     # which knows neither.
     is_masked = attention_mask is not None and attention_mask.ndim == 3
-    is_moved = window is not None and positions is not None
+    is_moved = window is not None and positions is not None and texts is None
     by_cudnn = model.attention == "cudnn"
     needs_mask = cache is not None or is_masked or is_moved or by_cudnn
     if positions is None:
@@ -234,7 +246,7 @@ def make_context(
     if attention_mask is not None and attention_mask.ndim == 3:
         mask = attention_mask.astype(bool)[:, None]
     elif not needs_mask or (
-        cache is None and attention_mask is None and window is None
+        cache is None and attention_mask is None and window is None and texts is None
     ):
         mask = None
     elif not causal:
@@ -243,6 +255,8 @@ def make_context(
         # The order of slots is that of the tokens, also where positions repeat.
         before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
         mask = before[None, None] & valid[:, None, None, :]
+    if mask is not None and texts is not None:
+        mask = mask & (texts[:, :, None] == texts[:, None, :])[:, None]
     near = mask
     if mask is not None and window is not None:
         # By position, because padding may lie between two slots. A token sees `window`
@@ -250,7 +264,9 @@ def make_context(
         oldest = positions[:, None, :, None] - window
         near = mask & (slot_positions[:, None, None, :] > oldest)
     segments = None
-    if attention_mask is not None and not needs_mask:
+    if texts is not None and not needs_mask:
+        segments = texts
+    elif attention_mask is not None and not needs_mask:
         segments = given.astype(jnp.int32)
     context = Context(
         positions,
@@ -266,6 +282,32 @@ def make_context(
         window=None if needs_mask else window,
     )
     return context, cache
+
+
+def _check_texts(
+    texts: Array, input_ids: Ids, attention_mask: Array | None, cache: Cache | None
+) -> None:
+    """Raise `ValueError` for numbers of texts that do not fit."""
+    if texts.shape != input_ids.shape or not jnp.issubdtype(texts.dtype, jnp.integer):
+        raise ValueError(
+            f"segments is {texts.dtype}{list(texts.shape)}, but it must be integers of "
+            f"the shape of input_ids, {input_ids.shape}: for each token the number of "
+            "its text, and 0 for padding."
+        )
+    if attention_mask is not None or cache is not None:
+        other = "a cache" if attention_mask is None else "attention_mask"
+        raise ValueError(
+            f"segments and {other} are both given. Texts that share a row are for "
+            "training: leave attention_mask and cache out. Padding has the number 0."
+        )
+
+
+def _places(texts: Ids) -> Ids:
+    """The place of each token in its text, from 0."""
+    places = jnp.arange(texts.shape[1], dtype=jnp.int32)
+    is_first = jnp.diff(texts, axis=1, prepend=texts[:, :1] - 1) != 0
+    begins = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+    return places - begins
 
 
 SPLIT_FROM = 0.25
