@@ -150,30 +150,23 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
 
     Arrays that are passed on from the inputs of the program are left out: they keep
     their layout. Those of the batch do so only if there is one shard of it, see
-    [`_cut_rows`][], or if the split leads both dims of the weight, because the
-    compiler then splits the one that the batch does not have.
+    [`_cut_rows`][].
     """
-    inputs = {id(x) for x in walk.parameters}
-    rows = {id(x) for x in walk.rows}
+    kept = [*walk.parameters]
+    if costs.num_shards == 1:
+        kept += walk.rows
+    inputs = {id(x) for x in kept}
     cut = set[tuple[int, int]]()
     for step in walk.steps:
-        if step.equation.primitive.name in _PASSING:
-            operands = {id(x) for x in step.operands}
-            results = {id(x) for x in step.results}
-            if operands <= inputs:
-                inputs |= results
-            elif operands <= inputs | rows:
-                rows |= results
-        for result in step.results:
-            if id(result) not in wanted:
-                continue
-            number = wanted[id(result)]
-            led = [dim for dim in result.dims if number in costs.leads.of([dim])]
-            has_whole_rows = costs.num_shards == 1 or len(led) > 1
-            for x in step.operands:
-                is_kept = id(x) in inputs or (id(x) in rows and has_whole_rows)
-                if not is_kept and number in costs.leads.of(x.dims):
-                    cut.add((id(x), number))
+        if step.equation.primitive.name in _PASSING and all(
+            id(x) in inputs for x in step.operands
+        ):
+            inputs |= set(map(id, step.results))
+        computed = [x for x in step.operands if id(x) not in inputs]
+        for number in (wanted[id(x)] for x in step.results if id(x) in wanted):
+            cut |= {
+                (id(x), number) for x in computed if number in costs.leads.of(x.dims)
+            }
     return cut
 
 
