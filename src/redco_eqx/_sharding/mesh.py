@@ -197,8 +197,10 @@ def _with_known_names(mesh: Mesh | AbstractMesh) -> str:
     return f"jax.sharding.Mesh(mesh.devices, ({quoted}{comma}))"
 
 
-def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The axes in one entry of a spec."""
+def axes_in(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a spec; none in one that leaves the dim open."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return ()
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 

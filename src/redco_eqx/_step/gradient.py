@@ -15,7 +15,7 @@ from jaxtyping import Array
 from redco_eqx._base.jaxprs import Program, body, source_line, trace
 from redco_eqx._base.protocols import Batch, Key, Mean, Metrics
 from redco_eqx._base.rewriting import replace_operations
-from redco_eqx._sharding.mesh import axes_in, axis_size, mapped_over
+from redco_eqx._sharding.mesh import axes_of, axis_size, mapped_over
 from redco_eqx._step.layout import Layout, constrain, mesh_of, microbatches
 from redco_eqx._step.passes import Inputs, program_of, split_kernels
 from redco_eqx._step.workarounds import for_partitioner, replace_mapped_convolution
@@ -250,17 +250,13 @@ def _check_names_no_axis(jaxpr: Jaxpr, axis: str) -> None:
             for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_layout)
             if _is_layout(x)
         ]
-        if any(axis in axes_in(x) for spec in specs for x in spec if _names_axes(x)):
+        if any(axis in axes_of(spec) for spec in specs):
             raise ValueError(
                 f"reduce_once=True: {source_line(equation)} lays out an array over "
                 f"{axis!r}, but the loss is called for each shard of {axis!r} by "
                 "itself. Take the axes of the rows from rx.layers.activation_axes, "
                 "leave the layout out, or pass reduce_once=False."
             )
-
-
-def _names_axes(entry: Any) -> bool:
-    return entry is not PartitionSpec.UNCONSTRAINED
 
 
 def _is_layout(x: Any) -> bool:
