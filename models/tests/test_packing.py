@@ -104,6 +104,7 @@ def test_attention_with_a_mask_hides_the_other_texts():
     seen = same & (behind >= 0) & (segments != 0)[:, None]
     near = seen & (behind < model.config.window)
     assert context.segments is None
+    assert context.mask is not None
     np.testing.assert_array_equal(context.mask[:, 0], near)
     places = [[*range(5), *range(3), *range(5)], [*range(7), *range(4), *range(2)]]
     np.testing.assert_array_equal(context.positions, places)

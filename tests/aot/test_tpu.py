@@ -223,6 +223,7 @@ def test_attention_stores_no_scores_of_all_pairs(
     step = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=heads)
     program = step.lower(x, x, x).compile(compiler_options=topology.OPTIONS)
     text = program.as_text()
+    assert text is not None
     assert attention_of(text) == implementation
     assert f"{length},{length}]" not in text
     assert not communication(program, mesh)
