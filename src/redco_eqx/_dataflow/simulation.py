@@ -82,6 +82,9 @@ _PASSING = (
     "transpose",
 )
 
+# Elementwise operations of several arrays.
+_MEETING = ("add", "add_any", "div", "max", "min", "mul", "pow", "select_n", "sub")
+
 
 def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
     """Simulate the bytes that are sent if parameters are split by `layout`: by leaf,
@@ -149,24 +152,48 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
     products take these parts too.
 
     Arrays that are passed on from the inputs of the program are left out: they keep
-    their layout. Those of the batch do so only if there is one shard of it, see
-    [`_cut_rows`][].
+    their layout. Those of the batch do so if there is one shard of it, see
+    [`_cut_rows`][]. They also do so if the split leads both dims of the weight, unless
+    something that is split is added to them, or the like: the gradient alone does not
+    say which of the dims is in parts.
     """
-    kept = [*walk.parameters]
-    if costs.num_shards == 1:
-        kept += walk.rows
-    inputs = {id(x) for x in kept}
+    inputs = {id(x) for x in walk.parameters}
+    # The array of the batch that a value is.
+    row_of = {id(x): id(x) for x in walk.rows}
+    met = set[tuple[int, int]]()
+    for step in walk.steps:
+        operands = {id(x) for x in step.operands}
+        passes = step.equation.primitive.name in _PASSING
+        if passes and operands <= inputs:
+            inputs |= {id(x) for x in step.results}
+        elif passes and len(operands) == 1 and operands <= row_of.keys():
+            row = row_of[operands.pop()]
+            row_of |= {id(x): row for x in step.results}
+        elif (
+            step.equation.primitive.name in _MEETING
+            and not operands <= inputs | row_of.keys()
+        ):
+            met |= {
+                (row_of[id(x)], number)
+                for x in step.operands
+                if id(x) in row_of
+                for number in costs.leads.of(x.dims)
+            }
     cut = set[tuple[int, int]]()
     for step in walk.steps:
-        if step.equation.primitive.name in _PASSING and all(
-            id(x) in inputs for x in step.operands
-        ):
-            inputs |= set(map(id, step.results))
-        computed = [x for x in step.operands if id(x) not in inputs]
-        for number in (wanted[id(x)] for x in step.results if id(x) in wanted):
-            cut |= {
-                (id(x), number) for x in computed if number in costs.leads.of(x.dims)
-            }
+        for result in step.results:
+            number = wanted.get(id(result))
+            if number is None:
+                continue
+            led = [dim for dim in result.dims if number in costs.leads.of([dim])]
+            for x in step.operands:
+                row = row_of.get(id(x))
+                is_kept = id(x) in inputs
+                if row is not None:
+                    is_alone = (row, number) not in met
+                    is_kept = costs.num_shards == 1 or (len(led) > 1 and is_alone)
+                if not is_kept and number in costs.leads.of(x.dims):
+                    cut.add((id(x), number))
     return cut
 
 
