@@ -295,6 +295,7 @@ def bench(session: nox.Session) -> None:
     for script in (
         "overhead",
         "first_step",
+        "evaluation",
         "collectives",
         "accumulation",
         "experts",

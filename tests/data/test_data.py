@@ -180,8 +180,33 @@ def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch
 
     made = values(batches(range(80), remember, prefetch=2, key=KEY))
     assert made == values(batches(range(80), collate, prefetch=0, key=KEY))
-    assert is_here == [False] * 3 + [True] * 7
+    assert is_here == [True] * 10
     assert no_threads_left()
+
+
+@pytest.mark.parametrize(
+    ("short", "pause", "in_thread"),
+    [(math.inf, 0.05, True), (math.inf, 0, False), (0, 0, True)],
+    ids=["slow-consumer", "fast-consumer", "long-batches"],
+)
+def test_the_thread_makes_batches_if_that_saves_time(
+    short, pause, in_thread, monkeypatch
+):
+    monkeypatch.setattr(workers, "CHEAP_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "SHORT_SECONDS", short)
+    threads = []
+
+    def slow(examples):
+        threads.append(threading.current_thread())
+        time.sleep(0.02)
+        return collate(examples)
+
+    for _ in batches(range(80), slow, prefetch=1):
+        time.sleep(pause)
+    others = [thread is not threading.main_thread() for thread in threads]
+    # The first batch, whose time is not known yet, and the second, which no consumer
+    # has waited for.
+    assert others[2:] == [in_thread] * 8
 
 
 def close_early(made):

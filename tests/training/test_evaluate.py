@@ -160,6 +160,53 @@ def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_nan() -> None:
         assert tiny.no_threads_left()
 
 
+def test_programs_are_kept_by_function_and_shape() -> None:
+    """`programs` saves the tracing of a function, and is none of another's."""
+    programs: dict[Any, Any] = {}
+    traced = []
+
+    def make_loss(factor: float) -> Any:
+        def scaled(model: Any, batch: Any, key: Any) -> Any:
+            traced.append(factor)
+            return factor * jnp.mean(batch["weight"])
+
+        return scaled
+
+    def weigh(loss_fn: Any, examples: range) -> float:
+        return rx.evaluate(
+            STATES["one"],
+            examples,
+            collate_fn=collate,
+            loss_fn=loss_fn,
+            batch_size=4,
+            programs=programs,
+        )["loss"]
+
+    one = make_loss(1.0)
+    expected = np.mean(WEIGHTS[:8])
+    assert [weigh(one, range(8)), weigh(one, range(8))] == [expected, expected]
+    assert weigh(one, range(4, 12)) == np.mean(WEIGHTS[4:12])
+    assert traced == [1.0]
+    assert weigh(make_loss(2.0), range(8)) == 2 * expected
+    assert weigh(one, range(5)) == pytest.approx(np.mean(WEIGHTS[:5]))
+    # The batch of the last example has another shape.
+    assert traced == [1.0, 2.0, 1.0]
+    for factor in (1, 2):
+        rows = rx.predict(
+            STATES["one"],
+            range(8),
+            collate_fn=collate,
+            predict_fn=functools.partial(scaled_values, factor),
+            batch_size=4,
+            programs=programs,
+        )
+        np.testing.assert_array_equal(rows, factor * VALUES[:8])
+
+
+def scaled_values(factor: float, model: Any, batch: Any, key: Any) -> Any:
+    return factor * batch["value"]
+
+
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
     def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
         """The noise of the first two batches, apart."""

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import functools
-import math
 import queue
 import sys
 import threading
@@ -21,7 +20,11 @@ B = TypeVar("B")
 
 CHEAP_SECONDS = 2e-4
 """The time to pass a batch between two threads that share Python's lock, measured with
-the loop of `fit`."""
+the loop of `fit`, and with batches that are only counted."""
+
+SHORT_SECONDS = 1e-3
+"""The time of a batch from which a thread makes the next one, whatever the consumer
+does."""
 
 
 _EXIT_SECONDS = 10.0
@@ -132,9 +135,9 @@ def run_ahead(
     """Yield `make(job)` for each job in order. Threads make the results ahead, as the
     options say.
 
-    One thread reads the jobs. With `Data` and without workers, a result that follows
-    one which took less than `CHEAP_SECONDS` is made without the thread. (A stream may
-    depend on the thread that reads it.)
+    One thread reads the jobs. With `Data` and without workers, a result is made without
+    the thread if that is at least as fast, to judge by the result before it. (A stream
+    may depend on the thread that reads it.)
     """
     num_ahead = max(options.prefetch, options.num_workers)
     num_threads = options.num_workers
@@ -148,35 +151,58 @@ def run_ahead(
         return result, time.perf_counter() - began
 
     pending: deque[Future[tuple[B | None, float]]] = deque()
-    can_be_here = isinstance(options, Data) and num_threads == 0
-    seconds = math.inf
     reader: _Threads | None = None
     makers: _Threads | None = None
+
+    def submit() -> None:
+        """Let the threads make the next result."""
+        nonlocal reader, makers
+        if reader is None:
+            reader = _Threads(1)
+            if num_threads > 1:
+                makers = _Threads(num_threads)
+        if makers is None:  # a single thread reads and makes in one go
+            pending.append(reader.submit(functools.partial(made, None)))
+        else:
+            # One thread alone reads, because two threads cannot advance the same
+            # generator.
+            next_job = reader.submit(functools.partial(next, jobs, None))
+            pending.append(makers.submit(functools.partial(made, next_job)))
+
+    can_be_here = isinstance(options, Data) and num_threads == 0
+    in_threads = num_ahead > 0 and not can_be_here
+    consumed = 0.0
     try:
         while True:
-            is_here = num_ahead == 0 or (can_be_here and seconds < CHEAP_SECONDS)
-            if reader is None and not is_here:
-                reader = _Threads(1)
-                if num_threads > 1:
-                    makers = _Threads(num_threads)
-            while reader is not None and not is_here and len(pending) <= num_ahead:
-                if makers is None:  # a single thread reads and makes in one go
-                    pending.append(reader.submit(functools.partial(made, None)))
-                else:
-                    # One thread alone reads, because two threads cannot advance the
-                    # same generator.
-                    next_job = reader.submit(functools.partial(next, jobs, None))
-                    pending.append(makers.submit(functools.partial(made, next_job)))
+            while in_threads and len(pending) <= num_ahead:
+                submit()
             if pending:
                 batch, seconds = pending.popleft().result()
             else:
                 batch, seconds = made(None)
             if batch is None:
                 return
+            if can_be_here and num_ahead > 0:
+                in_threads = _pays(seconds, consumed)
+            while in_threads and len(pending) < num_ahead:
+                submit()
+            began = time.perf_counter()
             yield batch
+            consumed = time.perf_counter() - began
     finally:
         # Do not wait: each thread ends after its current batch, and garbage collection
         # may run this in one of them.
         for threads in (reader, makers):
             if threads is not None:
                 threads.end()
+
+
+def _pays(made: float, consumed: float) -> bool:
+    """True if a thread should make the results. It saves the time of a result or that
+    of its consumer (in seconds), and takes `CHEAP_SECONDS`.
+
+    The consumer's time only counts for a short result. A consumer that seems to be fast
+    may have started work on the devices, and wait for it later.
+    """
+    is_long = made >= SHORT_SECONDS
+    return made >= CHEAP_SECONDS and (is_long or consumed >= CHEAP_SECONDS)

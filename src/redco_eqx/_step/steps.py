@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._base.jaxprs import trace
+from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._base.protocols import (
     RESERVED_METRICS,
     Batch,
@@ -368,9 +368,7 @@ def eval_step(
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
-    return _infer(
-        state, batch, stream(state, EVALUATE, index), measure, shardings, loss_fn
-    )
+    return _infer(state, batch, EVALUATE, index, measure, shardings, loss_fn)
 
 
 @in_own_context
@@ -410,9 +408,7 @@ def predict_step(
     check_functions("predict_step", predict_fn=predict_fn)
     check_takes_model("predict_step", lambda: state.model, predict_fn=predict_fn)
     size = _num_rows("predict_step", batch)
-    outputs = _infer(
-        state, batch, stream(state, PREDICT, index), predict_fn, shardings, predict_fn
-    )
+    outputs = _infer(state, batch, PREDICT, index, predict_fn, shardings, predict_fn)
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
     for path, x in leaves_with_paths(outputs):
@@ -448,22 +444,38 @@ def _num_rows(where: str, batch: Batch) -> int:
 def _infer(
     state: TrainState,
     batch: Batch,
-    key: Key,
+    tag: int,
+    index: int | Int[AnyArray, ""] | None,
     use: Callable[[Any, Any, Key], Any],
     shardings: PyTree | None,
     function: Callable[..., Any],
 ) -> Any:
     """Compute `use(model, batch, key)`, which calls the user's function, with the model
-    in inference mode."""
+    in inference mode. The key is that of the `stream` with this tag and index."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
     def run(model: Any, batch: Batch, key: Key) -> Any:
         return use(eqx.nn.inference_mode(model), batch, key)
 
-    inputs = (state.params, state.frozen, state.model_state, batch, key)
+    arrays = (state.params, state.frozen, state.model_state, batch)
     splits = isinstance(function, SplitActivations)
-    return program_of(on_arrays(state, run), inputs, layout, splits=splits)(*inputs)
+    program = program_of(
+        on_arrays(state, run), (*arrays, state.key), layout, splits=splits
+    )
+    key = state.key
+    if _reads_last_input(program):
+        # Few do. To lower what makes a key takes longer than to lower a small model.
+        key = stream(state, tag, index)
+    return program(*arrays, key)
+
+
+def _reads_last_input(program: Program) -> bool:
+    """True if an operation reads the last input, or if it is returned."""
+    jaxpr = program.closed.jaxpr
+    last = jaxpr.invars[-1]
+    readers = [equation.invars for equation in jaxpr.eqns]
+    return any(x is last for atoms in (*readers, jaxpr.outvars) for x in atoms)
 
 
 R = TypeVar("R")

@@ -11,7 +11,7 @@ import os
 import pathlib
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -42,7 +42,17 @@ from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_o
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
 
-Programs: TypeAlias = dict[Hashable, jax.stages.Compiled]
+
+class _Compiled(NamedTuple):
+    """A compiled program of an evaluation. It keeps the functions that it was made of
+    alive, because they are found by `id`."""
+
+    call: jax.stages.Compiled
+    functions: tuple[Callable[..., Any], ...]
+
+
+Programs: TypeAlias = dict[Hashable, Any]
+"""Compiled programs, by what was compiled. See `programs` of [`evaluate`][]."""
 
 NUM_AHEAD = 4
 """The maximum number of unfinished steps. Waiting batches take memory, and the CPU
@@ -58,14 +68,17 @@ def evaluate(
     collate_fn: CollateFn,
     loss_fn: LossFn,
     batch_size: int,
+    programs: Programs | None = None,
 ) -> dict[str, float]:
     """Compute the loss and metrics over all examples, as exact weighted means, for any
     batch size and mesh.
 
     The model is in inference mode. If `loss_fn` returns a scalar, its weight is the
-    number of examples in the batch; a [`Mean`][] has its own weight. The compiled
-    program is kept for later calls with the same program, unless it calls back into
-    Python.
+    number of examples in the batch; a [`Mean`][] has its own weight.
+
+    Each call traces `loss_fn`, so that nothing that it reads is stale, and compiles the
+    program only if it is new or calls back into Python. In a loop, `programs` also
+    saves the tracing.
 
     ```python
     functions = dict(collate_fn=collate_fn, loss_fn=loss_fn)
@@ -82,6 +95,9 @@ def evaluate(
     - `batch_size`: a multiple of the number of data shards. If the last examples do not
         fill a batch, they are evaluated without padding. The random numbers that
         `loss_fn` draws for these depend on the number of data shards.
+    - `programs`: a dict that keeps the compiled programs. Create it empty, and pass it
+        to each call. The same functions are then traced once for each shape, as by
+        `jax.jit`: what they read besides their arguments stays as it was.
 
     **Returns:**
 
@@ -100,6 +116,7 @@ def evaluate(
             examples,
             collate_fn,
             batch_size,
+            programs=programs,
             loss_fn=loss_fn,
         )
     )
@@ -114,6 +131,7 @@ def predict(
     predict_fn: PredictFn,
     output_fn: OutputFn | None = None,
     batch_size: int,
+    programs: Programs | None = None,
 ) -> list[Any]:
     """Compute `predict_fn` for each example, and return all predictions, in order, on
     every process.
@@ -151,6 +169,7 @@ def predict(
         data,
         collate_fn,
         batch_size,
+        programs=programs,
         predict_fn=predict_fn,
     )
     return _rows(outputs, data.sequence, output_fn)
@@ -187,12 +206,14 @@ def _outputs(
     check_whole(where, batch_size=batch_size)
     step = functools.partial(step, shardings=state.shardings, **function)
 
-    def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
-        return step(state, batch, index=index)
+    def inference(
+        state: TrainState, batch: Batch, index: Array
+    ) -> tuple[PyTree, Array]:
+        # To count on the devices is cheaper than to send them a number each time.
+        return step(state, batch, index=index), index + 1
 
     programs = {} if programs is None else programs
     mesh = state_mesh(state)
-    of_state = signature(state)
     if is_shared(mesh):
         from redco_eqx._training.identity import compare_examples, compare_states
 
@@ -201,6 +222,14 @@ def _outputs(
             compare_examples(where, mesh, data.sequence)
         compare_states(state, f"{where} got different ones")
 
+    # No step of an evaluation reads the optimizer's state.
+    state = dataclasses.replace(state, opt_state=())
+    of_state = signature(state)
+    functions = tuple(function.values())
+    # Not by equality, which the user's objects define.
+    of_functions = tuple(map(id, functions))
+    everywhere = replicated(mesh)
+    index = put_global(np.int32(0), everywhere)
     # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
     if isinstance(data, Stream):
@@ -211,20 +240,24 @@ def _outputs(
     ahead: deque[PyTree] = deque()
     num_read = 0
     with contextlib.closing(stream):
-        for index, batch in enumerate(itertools.islice(stream, num_batches)):
+        for batch in itertools.islice(stream, num_batches):
             watch()
-            num_read = index + 1
-            inputs = state, batch, put_global(np.int32(index), replicated(mesh))
-            key = where, of_state, signature(batch)
+            num_read += 1
+            inputs = state, batch, index
+            key = where, of_functions, of_state, signature(batch)
             if key not in programs:
-                lowered = jax.jit(inference, keep_unused=True).lower(*inputs)
-                programs[key], digest = compile_once(lowered, inputs)
+                lowered = jax.jit(
+                    inference, keep_unused=True, out_shardings=(None, everywhere)
+                ).lower(*inputs)
+                compiled, digest = compile_once(lowered, inputs)
+                programs[key] = _Compiled(compiled, functions)
                 agree(
                     mesh,
                     where,
                     {f"the checksum of what {' '.join(function)} computes": digest},
                 )
-            ahead.append(programs[key](*inputs))
+            output, index = programs[key].call(*inputs)
+            ahead.append(output)
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
     if num_batches is not None and num_read < num_batches:
@@ -263,19 +296,20 @@ def _rows(
     with contextlib.closing(outputs):
         for output in outputs:
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
-            for leaves_of_one in itertools.islice(
-                zip(*leaves), len(examples) - len(rows)
-            ):
-                row = jax.tree.unflatten(treedef, leaves_of_one)
-                with noting(
-                    f"output_fn was given example {len(rows)} and its prediction."
-                ):
-                    rows.append(
-                        row
-                        if output_fn is None
-                        else output_fn(examples[len(rows)], row)
-                    )
+            num_left = len(examples) - len(rows)
+            for leaves_of_one in itertools.islice(zip(*leaves), num_left):
+                row = treedef.unflatten(leaves_of_one)
+                if output_fn is not None:
+                    row = _made_readable(output_fn, examples, len(rows), row)
+                rows.append(row)
     return rows
+
+
+def _made_readable(
+    output_fn: OutputFn, examples: Examples, index: int, prediction: Any
+) -> Any:
+    with noting(f"output_fn was given example {index} and its prediction."):
+        return output_fn(examples[index], prediction)
 
 
 def _to_host(x: Array) -> np.ndarray:
@@ -431,10 +465,9 @@ class Evaluation:
 
         The mean over a total weight of 0 is NaN, which is never the best.
 
-        `options` are for `fit`: `watch`, a function that is called before each batch
-        and at the end, and whose error ends the evaluation; and `programs`, which are
-        the same in each evaluation of a run, so that the functions are traced only
-        once.
+        `options` are `programs`, as for [`evaluate`][], and `watch`, a function that is
+        called before each batch and at the end, and whose error ends the evaluation.
+        `fit` passes both, so that a run traces the functions once.
 
         Raises `ValueError` for a value that is missing or cannot be used, and any error
         that the functions raise.
