@@ -151,7 +151,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         info = CheckpointInfo(step, path, numbers, dict(extras or {}), run, infos)
         record = encode(info)
         args = self._ocp.args
-        with self._naming(path):
+        with self._as_checkpoint_error(path):
             arguments = args.Composite(
                 arrays=self._handlers.ArraysSave(stored), record=args.JsonSave(record)
             )
@@ -171,7 +171,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         or if the first one cannot be read back."""
         newest = self._in_flight
         self._in_flight = None
-        with self._naming(newest and newest.path):
+        with self._as_checkpoint_error(newest and newest.path):
             self._checkpointer.wait_until_finished()
         if newest is not None and jax.process_index() == 0:
             self._read_back(newest)
@@ -182,7 +182,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def check(self) -> None:
         """Raise `CheckpointError` if a save has already failed. Does not wait."""
         newest = self._in_flight
-        with self._naming(newest and newest.path):
+        with self._as_checkpoint_error(newest and newest.path):
             self._checkpointer.check_for_errors()
         if newest is None or jax.process_index() > 0:
             return
@@ -236,7 +236,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return self._ocp.AsyncCheckpointer(handler, async_options=options)
 
     @contextlib.contextmanager
-    def _naming(self, path: pathlib.Path | None) -> Iterator[None]:
+    def _as_checkpoint_error(self, path: pathlib.Path | None) -> Iterator[None]:
         """Turn an error that Orbax raises in the block into a `CheckpointError`."""
         try:
             yield
