@@ -22,7 +22,7 @@ import redco_eqx as rx
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step import compile_cache
 from redco_eqx._step.state import TRAIN, stream
-from redco_eqx._training.evaluation import NUM_AHEAD
+from redco_eqx._training.in_flight import NUM_AHEAD
 
 # Sums of small integers are exact in float32: one example lost, or counted twice,
 # shows.

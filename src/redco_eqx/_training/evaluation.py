@@ -40,6 +40,7 @@ from redco_eqx._sharding.mesh import in_own_context, put_global, replicated
 from redco_eqx._step.compile_cache import check_compiles, compile_once, signature
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
+from redco_eqx._training.in_flight import NUM_AHEAD
 from redco_eqx._training.loggers import write_whole
 
 
@@ -53,11 +54,6 @@ class _Compiled(NamedTuple):
 
 Programs: TypeAlias = dict[Hashable, Any]
 """Compiled programs, by what was compiled. See `programs` of [`evaluate`][]."""
-
-NUM_AHEAD = 4
-"""The maximum number of unfinished steps. Waiting batches take memory, and the CPU
-client can deadlock when computations that wait for each other take all of its threads
-(see `give_threads`; no upstream issue is known)."""
 
 
 @in_own_context

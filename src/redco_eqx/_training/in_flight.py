@@ -17,6 +17,11 @@ from redco_eqx._base.protocols import Batch
 from redco_eqx._checkpoint.runs import Row
 from redco_eqx._step.window import Window
 
+NUM_AHEAD = 4
+"""The maximum number of unfinished steps. Waiting batches take memory, and the CPU
+client can deadlock when computations that wait for each other take all of its threads
+(see `give_threads`; no upstream issue is known)."""
+
 
 @dataclasses.dataclass
 class PendingRow:

@@ -35,8 +35,8 @@ from redco_eqx._training.course import (
     due,
     interruption,
 )
-from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, Programs
-from redco_eqx._training.in_flight import InFlight, PendingRow, StepInFlight
+from redco_eqx._training.evaluation import Evaluation, Programs
+from redco_eqx._training.in_flight import NUM_AHEAD, InFlight, PendingRow, StepInFlight
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.lost_updates import LostUpdates
 from redco_eqx._training.program import (
