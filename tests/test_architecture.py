@@ -198,7 +198,7 @@ LOADED = [
     "_base.tree",
     "_base.warn",
     "_checkpoint",
-    "_checkpoint.runs",
+    "_checkpoint.run_record",
     "_data",
     "_data.batches",
     "_data.checksums",
@@ -240,9 +240,9 @@ LOADED = [
     "_training.fit",
     "_training.in_flight",
     "_training.loggers",
+    "_training.loop",
     "_training.lost_updates",
     "_training.program",
-    "_training.run",
 ]
 """The modules that a `fit` of an MLP on one device loads. Anything else is imported
 when it is asked for."""

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from redco_eqx._base.tree import cast as cast
     from redco_eqx._base.tree import from_arrays as from_arrays
     from redco_eqx._base.tree import to_arrays as to_arrays
+    from redco_eqx._checkpoint.checkpoint_info import (
+        list_checkpoints as list_checkpoints,
+    )
     from redco_eqx._checkpoint.checkpoints import Checkpoints as Checkpoints
     from redco_eqx._checkpoint.checkpoints import save as save
-    from redco_eqx._checkpoint.record import list_checkpoints as list_checkpoints
     from redco_eqx._checkpoint.restore import restore as restore
     from redco_eqx._compiled.communication import communication as communication
     from redco_eqx._data.batches import batches as batches
@@ -58,7 +60,7 @@ _NAMES_IN = {
     "_base.tree": ("by_path", "cast", "from_arrays", "to_arrays"),
     "_sharded_init": ("init_model",),
     "_checkpoint.checkpoints": ("Checkpoints", "save"),
-    "_checkpoint.record": ("list_checkpoints",),
+    "_checkpoint.checkpoint_info": ("list_checkpoints",),
     "_checkpoint.restore": ("restore",),
     "_compiled.communication": ("communication",),
     "_data.batches": ("batches",),

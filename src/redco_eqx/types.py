@@ -10,9 +10,9 @@ from redco_eqx._base.protocols import LossFn as LossFn
 from redco_eqx._base.protocols import Metrics as Metrics
 from redco_eqx._base.protocols import OutputFn as OutputFn
 from redco_eqx._base.protocols import PredictFn as PredictFn
+from redco_eqx._checkpoint.checkpoint_info import CheckpointInfo as CheckpointInfo
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter as CheckpointWriter
-from redco_eqx._checkpoint.record import CheckpointInfo as CheckpointInfo
-from redco_eqx._checkpoint.runs import RunRecord as RunRecord
+from redco_eqx._checkpoint.run_record import RunRecord as RunRecord
 from redco_eqx._data.batches import Batches as Batches
 from redco_eqx._parallel.scan import Remat as Remat
 from redco_eqx._planning.plan import MeshPlan as MeshPlan

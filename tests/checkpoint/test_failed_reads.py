@@ -16,7 +16,7 @@ import pytest
 from fit_helpers import assert_same, counted, linear_state, raised, steps_in
 
 import redco_eqx as rx
-from redco_eqx._checkpoint.record import is_damage
+from redco_eqx._checkpoint.checkpoint_info import is_damage
 
 NEWEST = 4
 

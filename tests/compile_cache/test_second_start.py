@@ -23,7 +23,7 @@ from fit_helpers import (
 
 import redco_eqx as rx
 from redco_eqx._step import compile_cache
-from redco_eqx._training import run
+from redco_eqx._training import loop
 
 EXAMPLES = make_examples(8)
 # Changes what XLA makes, and is known to it on each platform.
@@ -104,7 +104,7 @@ def test_a_long_compilation_says_once_how_to_keep_it(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
 ) -> None:
-    monkeypatch.setattr(run, "SLOW_COMPILE_SECONDS", slow)
+    monkeypatch.setattr(loop, "SLOW_COMPILE_SECONDS", slow)
     before: Any = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update(
         "jax_compilation_cache_dir", directory and str(tmp_path / directory)

@@ -26,7 +26,7 @@ from redco_eqx._data import batches, streams
 from redco_eqx._data.batches import Epochs
 from redco_eqx._distributed import consensus
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx._training import run as training
+from redco_eqx._training import loop as training
 
 rx.initialize_distributed()
 streams.PROOF = 4  # so that the states of short epochs are used

@@ -37,7 +37,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._checkpoint.run_record import RunRecord
 from redco_eqx._training import course
 from redco_eqx._training.course import Due, Plan, due
 

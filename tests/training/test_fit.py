@@ -32,7 +32,7 @@ from stream_sources import KINDS, Unlike, order
 import redco_eqx as rx
 from redco_eqx._data.batches import Batches
 from redco_eqx._training.in_flight import NUM_AHEAD
-from redco_eqx._training.run import Training
+from redco_eqx._training.loop import Training
 
 # The loop is the one that a reader would write
 

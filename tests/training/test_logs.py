@@ -21,8 +21,8 @@ from fit_helpers import EXAMPLES, Rows, counted, fit, fit_with_history
 
 import redco_eqx as rx
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, progress_bar
+from redco_eqx._training.loop import Training
 from redco_eqx._training.program import peak_seconds
-from redco_eqx._training.run import Training
 
 # Rows
 

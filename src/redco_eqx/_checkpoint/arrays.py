@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from redco_eqx._base.tree import AnyArray, from_arrays, is_key, to_arrays
-from redco_eqx._checkpoint.record import ArrayInfo
+from redco_eqx._checkpoint.checkpoint_info import ArrayInfo
 from redco_eqx._step.state import TrainState
 
 MODEL = ("model/", "model_state/")

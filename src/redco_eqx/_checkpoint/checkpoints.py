@@ -34,8 +34,7 @@ import jax
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import info_of, storable, to_names
-from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
-from redco_eqx._checkpoint.record import (
+from redco_eqx._checkpoint.checkpoint_info import (
     CheckpointInfo,
     encode,
     entries,
@@ -43,8 +42,9 @@ from redco_eqx._checkpoint.record import (
     orbax_checkpoint,
     read_record,
 )
+from redco_eqx._checkpoint.owner import Owner, this_process, wait_for
 from redco_eqx._checkpoint.restore import read_back
-from redco_eqx._checkpoint.runs import (
+from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     Json,

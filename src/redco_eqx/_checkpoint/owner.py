@@ -18,7 +18,7 @@ import time
 import weakref
 from typing import Any
 
-from redco_eqx._checkpoint.runs import CheckpointError
+from redco_eqx._checkpoint.run_record import CheckpointError
 
 OWNER = "owner.json"
 """The name of the file of the owner in a directory of checkpoints."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from redco_eqx._base.tree import AnyArray, first_few, is_key, lack_of_value
 from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.arrays import MODEL, from_names, info_of, to_names
-from redco_eqx._checkpoint.record import (
+from redco_eqx._checkpoint.checkpoint_info import (
     ArrayInfo,
     CheckpointInfo,
     entries,
@@ -25,7 +25,7 @@ from redco_eqx._checkpoint.record import (
     read_record,
     unreadable,
 )
-from redco_eqx._checkpoint.runs import (
+from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     DamagedError,

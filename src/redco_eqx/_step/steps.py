@@ -4,7 +4,7 @@
 A training step on its way from `fit` to XLA:
 
 1. `fit` (`_training/fit.py`) checks its arguments and builds a `Training`. Its `loop`
-   (`_training/run.py`) takes one batch after the other.
+   (`_training/loop.py`) takes one batch after the other.
 2. For the first batch of each shape, `train_program` (`_training/program.py`) wraps
    `train_step` in `guarded` (`window.py`: change nothing unless it is finite) and in
    `accumulated` (add the metrics up on the devices), lowers it, and compiles it, unless

@@ -21,7 +21,7 @@ import numpy as np
 
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, is_array, leaves_with_paths
-from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._checkpoint.run_record import RunRecord
 from redco_eqx._data.workers import note_hang
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.state import TrainState

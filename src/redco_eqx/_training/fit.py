@@ -21,7 +21,7 @@ from redco_eqx._base.protocols import (
     check_whole,
     without_options,
 )
-from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._checkpoint.run_record import RunRecord
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Data, Place, Stream, check_examples
 from redco_eqx._data.placement import check_batch_size
@@ -47,7 +47,7 @@ from redco_eqx._step.window import TrainStepFn
 from redco_eqx._training.course import AT_END, Hook, InterruptFlag, Plan
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
-from redco_eqx._training.run import Training
+from redco_eqx._training.loop import Training
 
 if TYPE_CHECKING:  # imported at run time only for a run with checkpoints
     from redco_eqx._checkpoint.checkpoints import Checkpoints

@@ -26,7 +26,7 @@ from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.arrays import storable, to_names
-from redco_eqx._checkpoint.runs import Identity, Row, RunRecord
+from redco_eqx._checkpoint.run_record import Identity, Row, RunRecord
 from redco_eqx._data.checksums import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._sharding.mesh import axis_size

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from redco_eqx._base.protocols import Batch
-from redco_eqx._checkpoint.runs import Row
+from redco_eqx._checkpoint.run_record import Row
 from redco_eqx._step.window import Window
 
 NUM_AHEAD = 4

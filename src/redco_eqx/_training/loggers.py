@@ -20,7 +20,7 @@ import jax
 
 from redco_eqx._base.protocols import Logger
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.runs import (
+from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     Row,
     RunRecord,

@@ -13,16 +13,16 @@ import optax
 
 from redco_eqx._base.tree import first_few, is_key
 from redco_eqx._checkpoint.arrays import storable, to_names
-from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
-from redco_eqx._checkpoint.record import (
+from redco_eqx._checkpoint.checkpoint_info import (
     CheckpointInfo,
     entries,
     local,
     read_record,
     versions,
 )
+from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.restore import first_good, load_alike, read, select
-from redco_eqx._checkpoint.runs import (
+from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     DamagedError,

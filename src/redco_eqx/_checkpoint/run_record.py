@@ -1,4 +1,8 @@
-"""The progress of a run in checkpoints and logs, and the errors of checkpoints."""
+"""`RunRecord`: how far a run of `fit` has come; and the errors of checkpoints.
+
+It is a value that the loop (`_training/loop.py`) advances. Each checkpoint of the run
+holds one, as a part of its `record.json` (`checkpoint_info.py`).
+"""
 
 import dataclasses
 import json

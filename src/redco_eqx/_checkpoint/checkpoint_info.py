@@ -1,5 +1,9 @@
-"""The record of a checkpoint, a small JSON file, and the checkpoints of a directory. No
-array is read."""
+"""`CheckpointInfo`: a checkpoint without its arrays, as its `record.json` holds it.
+
+It describes one state on disk. The progress of the run that saved it, a `RunRecord`
+(`run_record.py`), is one of its fields. Nothing here reads an array: `restore.py` does.
+This file also lists the checkpoints of a directory.
+"""
 
 import dataclasses
 import errno
@@ -16,7 +20,7 @@ from typing import Any, TypeAlias
 
 from redco_eqx._base.tree import describe
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.runs import (
+from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     DamagedError,

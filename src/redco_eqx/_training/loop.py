@@ -1,5 +1,8 @@
-"""A run of `fit` in progress: its loop, which takes steps and does what is due after
-each."""
+"""The loop of `fit`, which takes steps and does what is due after each.
+
+It is a run in progress. How far the run has come is a value of its own, `RunRecord`
+(`_checkpoint/run_record.py`), which the loop advances and checkpoints hold.
+"""
 
 import contextlib
 import dataclasses
@@ -16,7 +19,7 @@ from redco_eqx._base.pairs import noting_pairs
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.runs import CheckpointError, RunRecord
+from redco_eqx._checkpoint.run_record import CheckpointError, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog, leave_call
