@@ -30,7 +30,7 @@ import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
 from redco_eqx._checkpoint.arrays import to_names
 from redco_eqx._checkpoint.restore import rename
-from redco_eqx._sharding.pieces import digests
+from redco_eqx._sharding.pieces import array_checksums
 
 ADAM = optax.adamw(1e-2)
 
@@ -126,7 +126,7 @@ def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
     normal = np.random.default_rng(0).normal(size=(16, 8))
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "uint8", "bool", "complex64")
     arrays = {dtype: normal[:8, :5].astype(jnp.dtype(dtype)) for dtype in dtypes}
-    assert digests(jax.tree.map(jnp.asarray, arrays)) == (
+    assert array_checksums(jax.tree.map(jnp.asarray, arrays)) == (
         jax.tree.map(expected_words, arrays),
         [],
     )
@@ -135,7 +135,7 @@ def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
         str(spec): spec
         for spec in (jax.P("tensor", "fsdp"), jax.P(None, ("data", "fsdp")), jax.P())
     }
-    found, _ = digests(
+    found, _ = array_checksums(
         {
             name: jax.device_put(x, jax.NamedSharding(mesh, spec))
             for name, spec in specs.items()
@@ -146,7 +146,7 @@ def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
     x[5, 5], y = np.nan, np.full(2, -np.inf, np.float32)
     split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("tensor", "fsdp")))
     mixed: Any = {"good": normal.astype(np.float32), "nan": split, "inf": y}
-    assert digests(mixed)[1] == ["nan", "inf"]
+    assert array_checksums(mixed)[1] == ["nan", "inf"]
 
 
 # There and back

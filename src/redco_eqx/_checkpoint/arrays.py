@@ -1,10 +1,10 @@
 """The arrays of a state: their names in a checkpoint, and the form in which it stores
 them.
 
-Their checksums (see `digests`) are computed on the devices that have the arrays, before
-a checkpoint is written and after it is read. So they cover the whole path through host,
-network and disk. They cost one pass over device memory, instead of reading the files a
-second time.
+Their checksums (see `array_checksums`) are computed on the devices that have the
+arrays, before a checkpoint is written and after it is read. So they cover the whole
+path through host, network and disk. They cost one pass over device memory, instead of
+reading the files a second time.
 """
 
 import dataclasses

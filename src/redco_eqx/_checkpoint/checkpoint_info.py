@@ -42,7 +42,7 @@ class ArrayInfo:
 
     - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key,
         although its `jax.random.key_data` is stored.
-    - `checksum`: that of `digests` (`_sharding/pieces.py`).
+    - `checksum`: that of `array_checksums` (`_sharding/pieces.py`).
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """
 

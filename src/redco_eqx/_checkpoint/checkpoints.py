@@ -53,7 +53,7 @@ from redco_eqx._checkpoint.run_record import (
 )
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._sharding.pieces import digests
+from redco_eqx._sharding.pieces import array_checksums
 from redco_eqx._step.state import TrainState, check_is_state, step_of
 
 
@@ -132,7 +132,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 f"save: the processes are at the steps {steps}, but must save the same "
                 "step."
             )
-        checksums, nonfinite = digests(stored)
+        checksums, nonfinite = array_checksums(stored)
         trained = [f"model/{path}" for path in state.params]
         if bad := [name for name in trained if name in nonfinite]:
             listed = first_few(bad, most=1)

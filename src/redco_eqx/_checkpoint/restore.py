@@ -32,7 +32,7 @@ from redco_eqx._checkpoint.run_record import (
 )
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._sharding.pieces import digests
+from redco_eqx._sharding.pieces import array_checksums
 from redco_eqx._step.state import TrainState, check_is_state
 
 T = TypeVar("T")
@@ -269,7 +269,7 @@ def read(
             empty[stored] = target
         _check_key(info, stored, target, x)
     arrays = load_alike(lambda: _read_arrays(info.path, targets))
-    checksums, _ = digests(arrays)
+    checksums, _ = array_checksums(arrays)
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise DamagedError(

@@ -73,7 +73,9 @@ def indices(
     return index
 
 
-def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3"]:
+def piece_checksum(
+    x: Array, starts: Starts, shape: tuple[int, ...]
+) -> UInt32[Array, "3"]:
     """Compute two checksum words of a piece `x` of an array, and 1 if `x` has NaN or
     infinity, else 0.
 
@@ -202,12 +204,12 @@ def summed(
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
-def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
+def array_checksums(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
     """Compute the checksum of each array (16 hexadecimal digits), and list the arrays
     that are not finite.
 
     All processes must call it."""
-    rows = summed(digest, arrays).tolist()
+    rows = summed(piece_checksum, arrays).tolist()
     checksums = {}
     nonfinite = []
     for name, (first, second, is_nonfinite) in zip(arrays, rows):

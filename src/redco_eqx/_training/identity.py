@@ -32,10 +32,10 @@ from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._sharding.pieces import (
     Starts,
-    digest,
     indices,
     mix,
     over_pieces,
+    piece_checksum,
     summed,
 )
 from redco_eqx._step.optimizer import update
@@ -232,7 +232,7 @@ def compare_copies(
     the least, for the row of the log.
     """
     own = np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32)
-    of_pieces = over_pieces(digest, arrays, own)
+    of_pieces = over_pieces(piece_checksum, arrays, own)
 
     def wait() -> Row:
         found = of_pieces()

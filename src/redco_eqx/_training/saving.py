@@ -31,7 +31,7 @@ from redco_eqx._checkpoint.run_record import (
 )
 from redco_eqx._data.data import Position
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.pieces import digests
+from redco_eqx._sharding.pieces import array_checksums
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._step.window import Window
 from redco_eqx._training.course import Plan, TrainingInterrupted
@@ -244,7 +244,7 @@ def _unchanged(state: TrainState, info: CheckpointInfo) -> dict[str, Any]:
     }
     if not frozen:
         return {}
-    checksums, _ = digests(frozen)
+    checksums, _ = array_checksums(frozen)
     return {
         name: x
         for name, x in frozen.items()
@@ -325,7 +325,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
     """Raise `ValueError` if a checkpoint of the same step holds a different state. All
     processes must call it."""
-    checksums, _ = digests(storable(to_names(state)))
+    checksums, _ = array_checksums(storable(to_names(state)))
     other = [
         name
         for name, x in info.arrays.items()
