@@ -1,4 +1,4 @@
-"""The arrays of a state: their names in a checkpoint, and the form in which it stores
+"""The arrays of a state: their names in a checkpoint, and the form in which it holds
 them.
 
 Their checksums (see `array_checksums`) are computed on the devices that have the
@@ -50,14 +50,14 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
     return dataclasses.replace(like, **parts)
 
 
-def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """Return the arrays in stored form: keys as their data, and without empty
-    arrays."""
-    stored = {}
+def as_saved(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
+    """Return the arrays in the form in which they are saved: keys as their data, and
+    without empty arrays."""
+    saved = {}
     for name, x in arrays.items():
         if x.size > 0:
-            stored[name] = jax.random.key_data(x) if is_key(x) else x
-    return stored
+            saved[name] = jax.random.key_data(x) if is_key(x) else x
+    return saved
 
 
 def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:

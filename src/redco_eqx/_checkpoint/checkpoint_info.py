@@ -41,7 +41,7 @@ class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
     - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key,
-        although its `jax.random.key_data` is stored.
+        although its `jax.random.key_data` is saved.
     - `checksum`: that of `array_checksums` (`_sharding/pieces.py`).
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """

@@ -33,7 +33,7 @@ import jax
 
 from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
-from redco_eqx._checkpoint.arrays import info_of, storable, to_names
+from redco_eqx._checkpoint.arrays import as_saved, info_of, to_names
 from redco_eqx._checkpoint.checkpoint_info import (
     CheckpointInfo,
     encode,
@@ -125,14 +125,14 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                     f"save: {name} of the state {lack}. Save what the step returned."
                 )
         step = step_of(state)
-        stored = storable(arrays)
+        saved = as_saved(arrays)
         steps = from_all(step)
         if len(set(steps)) > 1:
             raise ValueError(
                 f"save: the processes are at the steps {steps}, but must save the same "
                 "step."
             )
-        checksums, nonfinite = array_checksums(stored)
+        checksums, nonfinite = array_checksums(saved)
         trained = [f"model/{path}" for path in state.params]
         if bad := [name for name in trained if name in nonfinite]:
             listed = first_few(bad, most=1)
@@ -153,7 +153,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         args = self._ocp.args
         with self._as_checkpoint_error(path):
             arguments = args.Composite(
-                arrays=self._handlers.ArraysSave(stored), record=args.JsonSave(record)
+                arrays=self._handlers.ArraysSave(saved), record=args.JsonSave(record)
             )
             self._checkpointer.save(os.fspath(path), args=arguments)
         self._in_flight = info

@@ -257,17 +257,17 @@ def read(
     own = to_names(like)
     targets: dict[str, jax.ShapeDtypeStruct] = {}
     empty: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, stored in names.items():
+    for name, saved_name in names.items():
         x = own[name]
         data = jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
         # An array of NumPy has no sharding.
         sharding = getattr(x, "sharding", None) or _on_one_device()
         target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
         if target.size > 0:
-            targets[stored] = target
+            targets[saved_name] = target
         else:
-            empty[stored] = target
-        _check_key(info, stored, target, x)
+            empty[saved_name] = target
+        _check_key(info, saved_name, target, x)
     arrays = load_alike(lambda: _read_arrays(info.path, targets))
     checksums, _ = array_checksums(arrays)
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
@@ -276,24 +276,24 @@ def read(
             f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is "
             "not the one that was written"
         )
-    # An empty array is not stored.
+    # An empty array is not saved.
     arrays |= {
-        stored: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        for stored, x in empty.items()
+        saved_name: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+        for saved_name, x in empty.items()
     }
-    for name, stored in names.items():
-        x = arrays[stored]
-        impl = info.arrays[stored].key_impl
+    for name, saved_name in names.items():
+        x = arrays[saved_name]
+        impl = info.arrays[saved_name].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
 
 
 def _check_key(
-    info: CheckpointInfo, stored: str, data: jax.ShapeDtypeStruct, like: AnyArray
+    info: CheckpointInfo, saved_name: str, data: jax.ShapeDtypeStruct, like: AnyArray
 ) -> None:
     """Raise `CheckpointFormatError` if the numbers of an array would not become keys
     like those of `like`."""
-    impl = info.arrays[stored].key_impl
+    impl = info.arrays[saved_name].key_impl
     found = data.dtype
     problem = ""
     if impl is not None:
@@ -305,9 +305,9 @@ def _check_key(
             problem = f" ({error})"
     if found != like.dtype or problem:
         raise CheckpointFormatError(
-            f"{info.path} has {stored} as {info.arrays[stored]} of the kind {impl!r}, "
-            f"which does not make {like.dtype}{problem}. It is unchanged. Register "
-            "that kind of key, or read it with the version that wrote it: "
+            f"{info.path} has {saved_name} as {info.arrays[saved_name]} of the kind "
+            f"{impl!r}, which does not make {like.dtype}{problem}. It is unchanged. "
+            "Register that kind of key, or read it with the version that wrote it: "
             f"{info.versions}"
         )
 

@@ -2,7 +2,7 @@
 process that differs.
 
 The facts are about its state, functions and examples. The identity is computed once,
-compared between processes before the first step, stored with every checkpoint, and
+compared between processes before the first step, saved with every checkpoint, and
 compared again when a run continues.
 """
 
@@ -25,7 +25,7 @@ from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._base.warn import warn
-from redco_eqx._checkpoint.arrays import storable, to_names
+from redco_eqx._checkpoint.arrays import as_saved, to_names
 from redco_eqx._checkpoint.run_record import Identity, Row, RunRecord
 from redco_eqx._data.checksums import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
@@ -72,7 +72,7 @@ def identify(
     **Arguments:**
 
     - `examples`: those of the first epoch; `None` for a stream, which is not read.
-    - `arguments`: those of `fit`. They are compared between processes, but not stored.
+    - `arguments`: those of `fit`. They are compared between processes, but not saved.
 
     **Returns:** Plain JSON: `key` (hexadecimal), `parameters` (see `parameter_sums`),
     `examples` (`{index: checksum}`), and `changing`: the names of what differed between
@@ -218,7 +218,7 @@ def compare_states(state: TrainState, reason: str) -> None:
     """Compare all copies of a state's arrays, and wait. All processes must call it.
     Raises as `compare_copies` does."""
     if is_shared(state_mesh(state)):
-        compare_copies(storable(to_names(state)), reason)()
+        compare_copies(as_saved(to_names(state)), reason)()
 
 
 def compare_copies(

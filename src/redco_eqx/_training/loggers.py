@@ -296,7 +296,7 @@ class History:
         interrupted.
     - `evaluations`: `{"step": 100, "eval/loss": 2.1, ...}` for each evaluation.
 
-    If a run has checkpoints, its rows are stored beside them, in the file
+    If a run has checkpoints, its rows are written beside them, in the file
     `history.jsonl` in their directory.
     """
 

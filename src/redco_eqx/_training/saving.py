@@ -12,7 +12,7 @@ import jax
 import optax
 
 from redco_eqx._base.tree import first_few, is_key
-from redco_eqx._checkpoint.arrays import storable, to_names
+from redco_eqx._checkpoint.arrays import as_saved, to_names
 from redco_eqx._checkpoint.checkpoint_info import (
     CheckpointInfo,
     entries,
@@ -325,7 +325,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
     """Raise `ValueError` if a checkpoint of the same step holds a different state. All
     processes must call it."""
-    checksums, _ = array_checksums(storable(to_names(state)))
+    checksums, _ = array_checksums(as_saved(to_names(state)))
     other = [
         name
         for name, x in info.arrays.items()
