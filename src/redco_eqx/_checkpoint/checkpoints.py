@@ -48,7 +48,7 @@ from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     Json,
-    Row,
+    LogRow,
     RunRecord,
 )
 from redco_eqx._distributed.consensus import from_all, from_first, together
@@ -85,7 +85,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self,
         state: TrainState,
         *,
-        metrics: Row | None = None,
+        metrics: LogRow | None = None,
         extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
@@ -297,7 +297,7 @@ def save(
     directory: str | os.PathLike[str],
     state: TrainState,
     *,
-    metrics: Row | None = None,
+    metrics: LogRow | None = None,
     extras: Json | None = None,
 ) -> pathlib.Path:
     """Write one checkpoint and return when it is complete. In a loop, use
@@ -323,7 +323,7 @@ def save(
         return writer.save(state, metrics=metrics, extras=extras)
 
 
-def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
+def best_of(rows: Sequence[LogRow], metric: str, mode: str) -> int | None:
     """Return the index of the row with the lowest or highest `metric`, the first one if
     several are equal, or `None` if no row has a number for it."""
     sign = 1 if mode == "min" else -1

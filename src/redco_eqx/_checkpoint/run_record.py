@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 Json: TypeAlias = Mapping[str, Any]
 """Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
 
-Row: TypeAlias = Mapping[str, float | int]
+LogRow: TypeAlias = Mapping[str, float | int]
 """Numbers by name."""
 
 Identity: TypeAlias = dict[str, Any]
@@ -68,7 +68,7 @@ class RunRecord:
     batch_size: int
     num_examples: int | None
     finished: bool = False
-    evaluations: tuple[Row, ...] = ()
+    evaluations: tuple[LogRow, ...] = ()
     window: dict[str, Any] | None = None
     stopped: bool = False
     order: str | None = None
@@ -90,7 +90,7 @@ class RunRecord:
         stream."""
         return None if self.positions is None else self.positions[0][1]
 
-    def evaluated(self, row: Row) -> "RunRecord":
+    def evaluated(self, row: LogRow) -> "RunRecord":
         """Return the record with the results of an evaluation at this step."""
         return dataclasses.replace(
             self, evaluations=(*self.evaluations, {"step": self.step, **row})

@@ -26,7 +26,7 @@ from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
 from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.arrays import as_saved, to_names
-from redco_eqx._checkpoint.run_record import Identity, Row, RunRecord
+from redco_eqx._checkpoint.run_record import Identity, LogRow, RunRecord
 from redco_eqx._data.checksums import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._sharding.mesh import axis_size
@@ -223,7 +223,7 @@ def compare_states(state: TrainState, reason: str) -> None:
 
 def compare_copies(
     arrays: Mapping[str, Any], reason: str, seconds: float = 0.0
-) -> Callable[[], Row]:
+) -> Callable[[], LogRow]:
     """Begin to compare the copies of arrays on all devices. All processes must call it;
     it does not wait.
 
@@ -234,7 +234,7 @@ def compare_copies(
     own = np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32)
     of_pieces = over_pieces(piece_checksum, arrays, own)
 
-    def wait() -> Row:
+    def wait() -> LogRow:
         found = of_pieces()
         names = [
             name for name, (every, first) in found.items() if np.any(every != first)

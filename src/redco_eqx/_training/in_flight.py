@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from redco_eqx._base.protocols import Batch
-from redco_eqx._checkpoint.run_record import Row
+from redco_eqx._checkpoint.run_record import LogRow
 from redco_eqx._step.window import Window
 
 NUM_AHEAD = 4
@@ -42,7 +42,7 @@ class PendingRow:
     window: Window
     finite: Any
     waited_seconds: float
-    compared: Callable[[], Row] = dict
+    compared: Callable[[], LogRow] = dict
     done_at: float | None = None
 
 

@@ -22,7 +22,7 @@ from redco_eqx._base.protocols import Logger
 from redco_eqx._base.warn import warn
 from redco_eqx._checkpoint.run_record import (
     CheckpointError,
-    Row,
+    LogRow,
     RunRecord,
     from_json,
     to_json,
@@ -171,7 +171,7 @@ class JSONLLogger:
         """Mark later rows as those of a run, or of none."""
         self._run = run
 
-    def rewind(self, step: int) -> list[Row]:
+    def rewind(self, step: int) -> list[LogRow]:
         """Drop the run's rows after `step`, and any line that is no JSON, so that the
         run can continue from there. Rows of other runs stay, and so do lines of JSON
         that are no rows.
@@ -300,8 +300,8 @@ class History:
     `history.jsonl` in their directory.
     """
 
-    rows: tuple[Row, ...] = ()
-    evaluations: tuple[Row, ...] = ()
+    rows: tuple[LogRow, ...] = ()
+    evaluations: tuple[LogRow, ...] = ()
 
     def __getitem__(self, name: str) -> list[float]:
         for table in (self.rows, self.evaluations):
@@ -361,7 +361,7 @@ class Reporter:
         self._since = time.perf_counter()
         self._num_untimed = 0
         self.metrics: dict[str, float] = {}
-        self.rows: list[Row] = []
+        self.rows: list[LogRow] = []
         # The file has the rows of all runs in the directory, each marked with the id of
         # its run.
         path = directory and directory / HISTORY
@@ -405,7 +405,12 @@ class Reporter:
         self._since += time.perf_counter() - began
 
     def report(
-        self, step: int, epochs_done: float, window: Window, done_at: float, clocks: Row
+        self,
+        step: int,
+        epochs_done: float,
+        window: Window,
+        done_at: float,
+        clocks: LogRow,
     ) -> None:
         """Make the row of a fetched window, and report it. `step` is the last step of
         the window, `done_at` the time of `time.perf_counter` at which the devices were

@@ -26,7 +26,7 @@ from redco_eqx._checkpoint.run_record import (
     CheckpointError,
     CheckpointFormatError,
     DamagedError,
-    Row,
+    LogRow,
     RunRecord,
 )
 from redco_eqx._data.data import Position
@@ -71,7 +71,7 @@ class Saver:
         self._writer = self.config.open()
         return self
 
-    def check_metrics(self, row: Row) -> None:
+    def check_metrics(self, row: LogRow) -> None:
         """Raise `ValueError` if the evaluations lack a metric that decides which
         checkpoint is best."""
         for name in self.config.keep_best:
