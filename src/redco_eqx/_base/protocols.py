@@ -229,7 +229,7 @@ def as_key(where: str, key: Any) -> Any:
     return key
 
 
-def check_whole(where: str, **counts: object) -> None:
+def check_integers(where: str, **counts: object) -> None:
     """Raise `TypeError` unless the value is a whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
@@ -249,7 +249,7 @@ def check_positive(where: str, **counts: int | None) -> None:
     if it is below 1."""
     for name, value in counts.items():
         if value is not None:
-            check_whole(where, **{name: value})
+            check_integers(where, **{name: value})
             if value < 1:
                 raise ValueError(f"{where}: {name}={value}, but it must be positive.")
 

@@ -1,8 +1,8 @@
 """`Checkpoints`: where and when to save, and which checkpoints to keep; and their
 writer.
 
-A checkpoint is a state on disk, by Orbax: written whole or not at all, read onto any
-mesh, verified. It is a directory `<step>` (or `<step>-2`, if there is one of this step
+A checkpoint is a state on disk, by Orbax: complete or not there, read onto any mesh,
+verified. It is a directory `<step>` (or `<step>-2`, if there is one of this step
 already) with
 
     arrays/                 a flat dictionary of arrays, as Orbax and tensorstore
@@ -11,7 +11,7 @@ already) with
     _CHECKPOINT_METADATA    Orbax's own
 
 Orbax writes it as `<step>.orbax-checkpoint-tmp...` and renames it when it is complete,
-so a directory with this name is whole, unless it was damaged later. The checksums
+so a directory with this name is complete, unless it was damaged later. The checksums
 detect such damage; the directory then becomes `<step>.damaged`. A checkpoint that is
 not kept becomes `<step>.deleting` before it is removed. Beside them are `owner.json`
 (the process that writes here) and `history.jsonl` (the rows of the log). No pickle

@@ -23,7 +23,7 @@ from redco_eqx._base.protocols import (
     Examples,
     Key,
     check_functions,
-    check_whole,
+    check_integers,
 )
 from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.checksums import checksums_of
@@ -538,7 +538,7 @@ def batches(
     another process that makes the same rows. The message names the leaf.
     """
     check_functions("batches", collate_fn=collate_fn)
-    check_whole("batches", batch_size=batch_size, epoch=epoch, start=start)
+    check_integers("batches", batch_size=batch_size, epoch=epoch, start=start)
     data = as_data(examples)
     if isinstance(data, Data):
         num_examples_of(data.sequence)  # no function of the epoch

@@ -19,8 +19,8 @@ from redco_eqx._base.protocols import (
     Batch,
     LossFn,
     SplitActivations,
+    check_integers,
     check_positive,
-    check_whole,
 )
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._dataflow.engine import Analysis, with_activations
@@ -239,7 +239,7 @@ def plan(
         not 0.
     """
     check_positive("plan", bytes_per_device=bytes_per_device)
-    check_whole("plan", max_compilations=max_compilations)
+    check_integers("plan", max_compilations=max_compilations)
     if max_compilations < 0:
         raise ValueError(
             f"plan: max_compilations={max_compilations}, but it must be at least 0, to "

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.protocols import check_positive, check_whole
+from redco_eqx._base.protocols import check_integers, check_positive
 from redco_eqx._base.tree import is_key
 
 # Threads for the virtual devices of a CPU.
@@ -100,7 +100,7 @@ def make_mesh(
     """
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
-    check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
+    check_integers("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
     check_positive(
         "make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data
     )

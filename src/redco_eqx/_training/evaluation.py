@@ -27,8 +27,8 @@ from redco_eqx._base.protocols import (
     OutputFn,
     PredictFn,
     check_functions,
+    check_integers,
     check_positive,
-    check_whole,
 )
 from redco_eqx._base.warn import warn
 from redco_eqx._data.batches import batches
@@ -41,7 +41,7 @@ from redco_eqx._step.compile_cache import check_compiles, compile_once, signatur
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.in_flight import NUM_AHEAD
-from redco_eqx._training.loggers import write_whole
+from redco_eqx._training.loggers import write_atomically
 
 
 class _Compiled(NamedTuple):
@@ -199,7 +199,7 @@ def _outputs(
     else:
         data = as_sequence(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
-    check_whole(where, batch_size=batch_size)
+    check_integers(where, batch_size=batch_size)
     step = functools.partial(step, shardings=state.shardings, **function)
 
     def inference(
@@ -550,7 +550,7 @@ def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) 
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half of a surrogate pair has no form in UTF-8; the handler writes its JSON escape
     # instead.
-    write_whole(path, "".join(lines).encode(errors="backslashreplace"))
+    write_atomically(path, "".join(lines).encode(errors="backslashreplace"))
 
 
 def _json(x: Any) -> str:

@@ -17,8 +17,8 @@ from redco_eqx._base.protocols import (
     Logger,
     LossFn,
     check_functions,
+    check_integers,
     check_positive,
-    check_whole,
     without_options,
 )
 from redco_eqx._checkpoint.run_record import RunRecord
@@ -206,7 +206,7 @@ def fit(
         save=None if saver is None else _save_interval(saver.config),
     )
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
-    check_whole("fit", batch_size=batch_size)
+    check_integers("fit", batch_size=batch_size)
     check_positive("fit", num_microbatches=num_microbatches)
     check_batch_size("fit", batch_size, mesh, num_microbatches)
     making = collate_fn

@@ -199,7 +199,7 @@ class JSONLLogger:
                 kept.append(line)
                 rows += [row] if row else []
         if kept != lines:
-            write_whole(self._path, b"".join(kept))
+            write_atomically(self._path, b"".join(kept))
         return rows
 
     def _row_in(self, found: Any) -> dict[str, Any] | None:
@@ -217,7 +217,7 @@ class JSONLLogger:
         return row if is_row else None
 
 
-def write_whole(path: pathlib.Path, content: bytes) -> None:
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
     """Write a file so that a kill leaves either the file as it was before or the whole
     new one."""
     path = path.resolve()  # replace the file, not a link to it

@@ -112,12 +112,13 @@ def train_program(
     passed = frozen_passed_through(trace.jaxpr.jaxpr, numbered, numbered)
     indices = {numbered.frozen[path] for path in passed}
     is_constant = [i in indices for i in range(len(arrays))]
-    whole = accumulated(step, tree)
+    on_all_arrays = accumulated(step, tree)
 
     def body(
         changing: list[Any], constants: list[Any], window: Window, batch: Batch
     ) -> tuple[list[Any], Window]:
-        arrays, window = whole(_joined(changing, constants, is_constant), window, batch)
+        joined = _joined(changing, constants, is_constant)
+        arrays, window = on_all_arrays(joined, window, batch)
         return _divided(arrays, is_constant)[0], window
 
     changing, constants = _divided(arrays, is_constant)
