@@ -28,11 +28,11 @@ from redco_eqx._base.tree import is_key
 
 # Kinds of operations.
 
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
+JAX_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 """The names that versions of JAX give to `jax.checkpoint`."""
 
 CALLS = (
-    *CHECKPOINTS,
+    *JAX_CHECKPOINTS,
     "jit",
     "pjit",
     "custom_jvp_call",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from redco_eqx._base.jaxprs import CHECKPOINTS, Operand, num_bytes, shape_of, used
+from redco_eqx._base.jaxprs import JAX_CHECKPOINTS, Operand, num_bytes, shape_of, used
 from redco_eqx._base.policy import WORK
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
@@ -98,9 +98,8 @@ class Walk:
             around = self.equation, self.block, self.bodies, self.checkpoint
             self.block = block_of(equation) or self.block
             self.bodies = []
-            self.checkpoint = (
-                equation if equation.primitive.name in CHECKPOINTS else self.checkpoint
-            )
+            if equation.primitive.name in JAX_CHECKPOINTS:
+                self.checkpoint = equation
             results = self.results(equation, operands)
             if self.block in ENDS:  # which take a table split over its rows, or whole
                 for table in (x for x in operands if x.weights):

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[rep
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from redco_eqx._base.jaxprs import (
-    CHECKPOINTS,
+    JAX_CHECKPOINTS,
     Operand,
     shape_of,
 )
@@ -185,7 +185,7 @@ class _ConstrainedProgram:
     def _constrain_arguments(self) -> None:
         outside: Sequence[Value]
         around = self._around
-        if around is not None and around.equation.primitive.name not in CHECKPOINTS:
+        if around is not None and around.equation.primitive.name not in JAX_CHECKPOINTS:
             # They are operands of the operation, so they are laid out already. But XLA
             # may give another layout to what passes the barrier of a checkpoint.
             outside = around.operands

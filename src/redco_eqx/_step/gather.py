@@ -22,8 +22,8 @@ from jaxtyping import Array
 
 from redco_eqx._base.compiler import merges
 from redco_eqx._base.jaxprs import (
-    CHECKPOINTS,
     ELEMENTWISE,
+    JAX_CHECKPOINTS,
     Operand,
     Program,
     body,
@@ -133,7 +133,7 @@ def gather_where_used(
     )
     gatherer = _Gatherer(keep_in_scans=reshard is False)
     jaxpr, _ = gatherer.program(program.closed.jaxpr, weights, keep)
-    has_checkpoint = not gatherer.readers.isdisjoint(CHECKPOINTS)
+    has_checkpoint = not gatherer.readers.isdisjoint(JAX_CHECKPOINTS)
     # A `jax.checkpoint` cannot make a `jax.new_ref`: it raises `KeyError` (JAX 0.10.2,
     # no issue known).
     has_ref = "new_ref" in gatherer.readers
@@ -248,7 +248,7 @@ class _Gatherer:
         if has_scalar_results and "jaxpr" not in equation.params:
             # For example, a sum of squares. Each device sums its part.
             return _Taken(equation, range(len(inputs)))
-        if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
+        if kind in ("scan", "jit", "pjit", *JAX_CHECKPOINTS):
             return self._take_inside(equation, inputs, keep)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs, keep)
@@ -275,7 +275,7 @@ class _Gatherer:
             return inner
 
         new = in_bodies(equation, gather)
-        if kind in CHECKPOINTS and new is not equation:
+        if kind in JAX_CHECKPOINTS and new is not equation:
             policy = _and_kept(equation.params["policy"])
             new = new.replace(params=new.params | {"policy": policy})
         taken = [i for i, sharding in enumerate(inputs) if sharding is not None]
