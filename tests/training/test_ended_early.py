@@ -39,7 +39,7 @@ from fit_helpers import (
 import redco_eqx as rx
 from redco_eqx._checkpoint.run_record import RunRecord
 from redco_eqx._training import course
-from redco_eqx._training.course import Due, Plan, due
+from redco_eqx._training.course import Course, Due, due
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -89,9 +89,9 @@ def test_a_signal_saves_and_does_not_evaluate() -> None:
     run = RunRecord(
         begin=0, num_steps=6, epoch=0, batch=6, batch_size=4, num_examples=40
     )
-    plan = Plan(num_steps=9, evaluate=6, save=6)
-    assert due(plan, run) == Due(log=True, evaluate=True, save=True, finish=False)
-    assert due(plan, run, stop=True) == Due(
+    nine_steps = Course(num_steps=9, evaluate=6, save=6)
+    assert due(nine_steps, run) == Due(log=True, evaluate=True, save=True, finish=False)
+    assert due(nine_steps, run, stop=True) == Due(
         log=False, evaluate=False, save=True, finish=True
     )
 

@@ -33,11 +33,12 @@ AT_END = sys.maxsize
 """An interval that is longer than any run."""
 
 
-# The things that are due at a step, as a pure function of the plan and the run so far.
+# The things that are due at a step, as a pure function of the course and the run so
+# far.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Course:
     """The length of a run, and the intervals at which it logs, evaluates and saves.
 
     - `num_epochs`, `num_steps`: the length of the run. Exactly one of them is given.
@@ -70,7 +71,7 @@ class Plan:
 
     def check_length(self, run: RunRecord, path: pathlib.Path) -> None:
         """Raise `ValueError` if the run of the checkpoint at `path` is already longer
-        than this plan."""
+        than this course."""
         name = "num_steps"
         done = run.num_steps
         wanted = self.num_steps
@@ -104,14 +105,14 @@ class Due:
 
 
 def due(
-    plan: Plan, run: RunRecord, *, stop: bool = False, is_late: bool = False
+    course: Course, run: RunRecord, *, stop: bool = False, is_late: bool = False
 ) -> Due:
     """List the things that are due at the current step of a run: after the step, or
     when the run resumes.
 
     **Arguments:**
 
-    - `plan`: the plan of the run.
+    - `course`: the course of the run.
     - `run`: the run so far, with its evaluations, so that no step is evaluated twice.
     - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The
         checkpoint includes the metrics that are not logged yet. A run that does not
@@ -119,18 +120,21 @@ def due(
     - `is_late`: true if so much time has passed since the last save that another one is
         due.
     """
-    is_end = run.stopped or (
-        plan.num_steps is not None and run.num_steps >= plan.num_steps
-    )
-    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
-    evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
-    evaluate = evaluate and not stop and not run.is_evaluated
-    save = plan.save is not None and (
-        is_end or stop or is_late or _is_due(plan.save, run)
-    )
-    log = (
-        not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
-    )
+    is_end = run.stopped
+    if course.num_steps is not None and run.num_steps >= course.num_steps:
+        is_end = True
+    if course.num_epochs is not None and run.epoch >= course.num_epochs:
+        is_end = True
+    evaluate = False
+    if course.evaluate is not None and not stop and not run.is_evaluated:
+        evaluate = is_end or _is_due(course.evaluate, run)
+    save = False
+    if course.save is not None:
+        save = is_end or stop or is_late or _is_due(course.save, run)
+    if stop:
+        log = not save
+    else:
+        log = is_end or evaluate or run.num_steps % course.log_every == 0
     return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)
 
 

@@ -44,7 +44,7 @@ from redco_eqx._step.state import (
 )
 from redco_eqx._step.steps import JittedStep, train_step
 from redco_eqx._step.window import TrainStepFn
-from redco_eqx._training.course import AT_END, Hook, InterruptFlag, Plan
+from redco_eqx._training.course import AT_END, Course, Hook, InterruptFlag
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.loop import Training
@@ -198,7 +198,7 @@ def fit(
     options = checked_options("fit", compiler_options)
     mesh = state_mesh(state)
     saver = None if checkpoints is None else _saver(checkpoints)
-    plan = Plan(
+    course = Course(
         num_epochs=num_epochs,
         num_steps=num_steps,
         log_every=log_every,
@@ -224,7 +224,7 @@ def fit(
         facts = {
             "batch_size": batch_size,
             "num_microbatches": num_microbatches,
-            "how long, and what is due": plan,
+            "how long, and what is due": course,
             "len(train_examples)": epochs.num_examples,
             "evaluation's batch_size, num_batches": evaluation
             and (evaluation.batch_size, evaluation.num_batches),
@@ -241,7 +241,8 @@ def fit(
         watchdog.beat()
         if saver is not None:
             saver.check_metrics(row)
-            state, run = stack.enter_context(saver).resume(state, run, plan, optimizer)
+            stack.enter_context(saver)
+            state, run = saver.resume(state, run, course, optimizer)
         source = saver and saver.path
         # A run that its hook ended goes on if this call has no hook.
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
@@ -274,7 +275,7 @@ def fit(
             optimizer=optimizer,
             num_microbatches=num_microbatches,
             compiler_options=options,
-            plan=plan,
+            course=course,
             evaluation=evaluation,
             hook=hook,
             reporter=reporter,
@@ -295,7 +296,7 @@ def _saver(checkpoints: Any) -> "Saver":
 
 
 def _save_interval(config: "Checkpoints") -> int:
-    """The number of steps between two saves, as in `Plan`."""
+    """The number of steps between two saves, as in `Course`."""
     if config.every_steps is not None:
         return config.every_steps
     return 0 if config.every_minutes is None else AT_END

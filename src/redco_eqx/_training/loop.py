@@ -28,10 +28,10 @@ from redco_eqx._step.compile_cache import signature
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.window import TrainStepFn, Window, all_finite
 from redco_eqx._training.course import (
+    Course,
     Hook,
     InterruptFlag,
     NonFiniteError,
-    Plan,
     TrainingInterrupted,
     apply_hook,
     check_not_donated,
@@ -81,7 +81,7 @@ class Training:
     optimizer: optax.GradientTransformation
     num_microbatches: int
     compiler_options: dict[str, Any] | None
-    plan: Plan
+    course: Course
     evaluation: Evaluation | None
     hook: Hook | None
     reporter: Reporter
@@ -119,7 +119,7 @@ class Training:
     def loop(
         self, places: Iterator[tuple[Batch | None, Place]], place: Place
     ) -> tuple[TrainState, History]:
-        """Take steps, and after each do everything that is due, until the plan is
+        """Take steps, and after each do everything that is due, until the course is
         complete.
 
         `places` are the batches, each with the place after it, that follow `place`.
@@ -143,16 +143,16 @@ class Training:
             # With several processes, the answer is that of two steps ago, the same on
             # all of them, so nobody waits for it.
             stop, late = vote(self.interrupt.signal, int(is_late)) or (0, 0)
-            now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
+            now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
             if now.log:
                 self._log(None if stop else self.hook)
                 # The hook may have ended the run.
-                now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
+                now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
             if now.finish:
                 self._catch_up()
             if self.evaluation is not None and now.evaluate:
                 stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
-                now = due(self.plan, self.run, stop=stop != 0, is_late=late != 0)
+                now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
             if self.saver is not None and (now.save or self.saver.is_best(self.run)):
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:

@@ -34,7 +34,7 @@ from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.pieces import array_checksums
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._step.window import Window
-from redco_eqx._training.course import Plan, TrainingInterrupted
+from redco_eqx._training.course import Course, TrainingInterrupted
 from redco_eqx._training.hyperparameters import (
     given_by,
     kept_in,
@@ -86,7 +86,7 @@ class Saver:
         self,
         state: TrainState,
         run: RunRecord,
-        plan: Plan,
+        course: Course,
         optimizer: optax.GradientTransformation,
     ) -> tuple[TrainState, RunRecord]:
         """Return the newest state of the run that began with `state`, in the same
@@ -100,7 +100,7 @@ class Saver:
         `state`. Those of the checkpoint count; with `allow_changes`, those of `state`.
 
         **Raises:** `ValueError` if the checkpoints are of a different model or run, if
-        the run is longer than the plan, or if the examples have changed;
+        the run is longer than the course, or if the examples have changed;
         `CheckpointError` if all checkpoints are damaged.
         """
         found, same_step = from_first(
@@ -127,7 +127,7 @@ class Saver:
             assert before is not None
             _check_form(info.path, before)
             _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
-            plan.check_length(before, info.path)
+            course.check_length(before, info.path)
             # The frozen arrays are the caller's. If they are those of the checkpoint,
             # as in a run that trains a small part of a large model, they are not read
             # again, and memory does not hold them twice.
