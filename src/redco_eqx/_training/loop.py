@@ -29,6 +29,7 @@ from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
 from redco_eqx._step.window import TrainStepFn, Window, all_finite
 from redco_eqx._training.course import (
     Course,
+    Due,
     Hook,
     InterruptFlag,
     NonFiniteError,
@@ -143,21 +144,8 @@ class Training:
             # With several processes, the answer is that of two steps ago, the same on
             # all of them, so nobody waits for it.
             stop, late = vote(self.interrupt.signal, int(is_late)) or (0, 0)
-            now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
-            if now.log:
-                self._log(None if stop else self.hook)
-                # The hook may have ended the run.
-                now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
-            if now.finish:
-                self._catch_up()
-            if self.evaluation is not None and now.evaluate:
-                stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
-                now = due(self.course, self.run, stop=stop != 0, is_late=late != 0)
-            if self.saver is not None and (now.save or self.saver.is_best(self.run)):
-                self._save(self.saver, finished=now.finish and not stop)
-            elif self.saver is not None:
-                self.saver.check()
-            if now.finish:
+            stop, is_end = self._do_what_is_due(stop, is_late=late != 0)
+            if is_end:
                 break
             began = time.perf_counter()
         self._lost_updates.warn(self.state.params)  # of a run with few rows
@@ -169,6 +157,33 @@ class Training:
             self.reporter.say(f"fit: {error}")
             raise error
         return self.state, self.history
+
+    def _do_what_is_due(self, stop: int, *, is_late: bool) -> tuple[int, bool]:
+        """Log, evaluate and save, as far as it is due.
+
+        `stop` is the signal that ends the run, or 0. Return it again, because a signal
+        may come in an evaluation, and true if the run ends here.
+        """
+
+        def now_due() -> Due:
+            return due(self.course, self.run, stop=stop != 0, is_late=is_late)
+
+        if now_due().log:
+            self._log(None if stop else self.hook)
+        # Ask again after each part: a hook may have ended the run.
+        now = now_due()
+        if now.finish:
+            self._catch_up()
+        if self.evaluation is not None and now.evaluate:
+            if not self._evaluate(self.evaluation):
+                stop = self.interrupt.signal
+            now = now_due()
+        if self.saver is not None:
+            if now.save or self.saver.is_best(self.run):
+                self._save(self.saver, finished=now.finish and not stop)
+            else:
+                self.saver.check()
+        return stop, now.finish
 
     def _step(self, batch: Batch, place: Place) -> None:
         """Dispatch a step. `place` is the place in the examples after it. Wait for the
