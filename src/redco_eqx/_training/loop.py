@@ -235,61 +235,75 @@ class Training:
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
         """Return the program for batches of these shapes."""
-        functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
-        # `train_step` leaves the record of a run as it is.
-        compared = dict(functions)
-        if not is_train_step(self.step_fn) or reduces_once(self.step_fn):
-            compared["step_fn"] = self.step_fn
         if self._program is None:
-            self._first = jax.tree.map(
+            self._first_batch = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
             )
-            if self.run.identity:
-                from redco_eqx._training.identity import with_programs
+            self._identify_functions(batch)
+        else:
+            self._warn_of_other_shapes(batch)
+        began = time.perf_counter()
+        program = train_program(
+            self.state,
+            batch,
+            step_fn=self.step_fn,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            num_microbatches=self.num_microbatches,
+            compiler_options=self.compiler_options,
+        )
+        self._announce_cache(time.perf_counter() - began)
+        self._announce_taken_over(program)
+        self._check_same_on_all(program)
+        self._programs[shapes] = program
+        return program
 
-                self.run = with_programs(
-                    self.run,
-                    self.saver and self.saver.path,
-                    self.state,
-                    batch,
-                    compared,
-                )
-                self._announce_what_is_not_compared(compared)
-        elif self._first is not None and (change := first_change(self._first, batch)):
+    def _compared_functions(self) -> dict[str, Any]:
+        """Return the functions that are compared between processes, and with those of
+        the run that this one continues."""
+        functions: dict[str, Any] = {
+            "loss_fn": self.loss_fn,
+            "optimizer": self.optimizer,
+        }
+        # `train_step` leaves the record of a run as it is.
+        if not is_train_step(self.step_fn) or reduces_once(self.step_fn):
+            functions["step_fn"] = self.step_fn
+        return functions
+
+    def _identify_functions(self, batch: Batch) -> None:
+        """Add the functions to the identity of the run, if it has one."""
+        if not self.run.identity:
+            return
+        from redco_eqx._training.identity import with_programs
+
+        functions = self._compared_functions()
+        source = self.saver and self.saver.path
+        self.run = with_programs(self.run, source, self.state, batch, functions)
+        self._announce_what_is_not_compared(functions)
+
+    def _warn_of_other_shapes(self, batch: Batch) -> None:
+        """Warn once that the step is compiled again, because batches have other
+        shapes than the first one."""
+        if self._first_batch is None:
+            return
+        change = first_change(self._first_batch, batch)
+        if change:
             path, was, became = change
             warn(
                 f"collate_fn: {path or 'the batch'} is {became}, but was {was} in the "
                 "first batch. Each new shape compiles the step again: pad to a few "
                 "fixed sizes."
             )
-            self._first = None
-        began = time.perf_counter()
-        program = train_program(
-            self.state,
-            batch,
-            step_fn=self.step_fn,
-            **functions,
-            num_microbatches=self.num_microbatches,
-            compiler_options=self.compiler_options,
-        )
-        self._announce_cache(time.perf_counter() - began)
-        if program.taken_over and not self._programs:
-            self.reporter.say(
-                "fit: the step does not return the frozen arrays "
-                f"{first_few(program.taken_over, most=3)} as they were, so fit takes "
-                "them over, and deletes those that it was given"
-            )
+            self._first_batch = None
+
+    def _check_same_on_all(self, program: TrainProgram) -> None:
+        """Raise `ValueError` if processes have different programs."""
         facts = {
             f"the checksum of what {name} computes": self.run.identity.get(name, "")
-            for name in compared
+            for name in self._compared_functions()
         }
-        agree(
-            self._mesh,
-            "fit: step",
-            {**facts, "the checksum of the program of the step": program.digest},
-        )
-        self._programs[shapes] = program
-        return program
+        facts["the checksum of the program of the step"] = program.digest
+        agree(self._mesh, "fit: step", facts)
 
     def _announce_cache(self, seconds: float) -> None:
         """Say once how to keep compiled programs, if they take long and are not
@@ -304,6 +318,15 @@ class Training:
             "that starts again compiles it again. To keep compiled programs, set "
             "JAX_COMPILATION_CACHE_DIR to a directory that all processes share"
         )
+
+    def _announce_taken_over(self, program: TrainProgram) -> None:
+        """Say once which frozen arrays the step changes."""
+        if program.taken_over and not self._programs:
+            self.reporter.say(
+                "fit: the step does not return the frozen arrays "
+                f"{first_few(program.taken_over, most=3)} as they were, so fit takes "
+                "them over, and deletes those that it was given"
+            )
 
     def _announce_sums(self) -> None:
         """Say how to sum gradients once, if each microbatch sums them."""
