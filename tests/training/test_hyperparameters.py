@@ -15,7 +15,7 @@ from fit_helpers import fit, fit_with_history, linear_state
 from helpers import assert_close
 
 import redco_eqx as rx
-from redco_eqx._training.hyperparameters import kept_in
+from redco_eqx._training.hyperparameters import hyperparameters_in
 
 OLD, NEW = 0.05, 0.01
 
@@ -116,12 +116,12 @@ def test_changes_that_are_allowed_take_those_of_the_call(
     run(make(OLD), tmp_path, 4)
     state, _ = run(make(NEW), tmp_path, 8, allow_changes=True)
     path, _, _ = words.partition(" is ")
-    assert float(kept_in(state.opt_state)[path]) == pytest.approx(NEW)
+    assert float(hyperparameters_in(state.opt_state)[path]) == pytest.approx(NEW)
     (text,) = said(recwarn)
     assert f"because allow_changes=True: {path} is 0.01, not 0.05" in text
     # The run now has the new ones.
     again, _ = run(make(NEW), tmp_path, 9)
-    assert float(kept_in(again.opt_state)[path]) == pytest.approx(NEW)
+    assert float(hyperparameters_in(again.opt_state)[path]) == pytest.approx(NEW)
     assert len(said(recwarn)) == 1
 
 
@@ -183,7 +183,7 @@ def test_numbers_of_a_schedule_are_not_changes(
     run(injected(schedule, momentum=0.9), tmp_path, 8)
     run(injected(schedule, momentum=0.9), tmp_path, 9, allow_changes=True)
     assert said(recwarn) == []
-    kept = kept_in(linear_state(injected(schedule, momentum=0.9)).opt_state)
+    kept = hyperparameters_in(linear_state(injected(schedule, momentum=0.9)).opt_state)
     assert {path: float(x) for path, x in kept.items()} == {
         "hyperparams.momentum": pytest.approx(0.9)
     }
@@ -195,4 +195,4 @@ def test_a_parameter_with_this_name_is_none() -> None:
         optax.adam(1e-3),
         key=jax.random.key(0),
     )
-    assert kept_in(state.opt_state) == {}
+    assert hyperparameters_in(state.opt_state) == {}

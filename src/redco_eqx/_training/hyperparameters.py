@@ -20,16 +20,18 @@ Numbers: TypeAlias = dict[str, np.ndarray]
 `0.hyperparams.learning_rate`."""
 
 
-def kept_in(opt_state: PyTree) -> Numbers:
+def hyperparameters_in(opt_state: PyTree) -> Numbers:
     """Return the hyperparameters that the state of an optimizer keeps, and that its
     updates use."""
-    return _copied(_kept(opt_state, ""))
+    return _copied(_hyperparameters_below(opt_state, ""))
 
 
 def given_by(optimizer: optax.GradientTransformation, state: TrainState) -> Numbers:
     """Return the hyperparameters with which an optimizer begins. Its moments are not
     computed."""
-    begun = jax.jit(lambda params: _kept(optimizer.init(params), ""))(state.params)
+    begun = jax.jit(lambda params: _hyperparameters_below(optimizer.init(params), ""))(
+        state.params
+    )
     return _copied(begun)
 
 
@@ -39,7 +41,7 @@ def _copied(numbers: dict[str, Any]) -> Numbers:
     return {path: np.array(x) for path, x in jax.device_get(numbers).items()}
 
 
-def _kept(node: PyTree, path: str) -> dict[str, Any]:
+def _hyperparameters_below(node: PyTree, path: str) -> dict[str, Any]:
     found = {}
     if hasattr(node, "hyperparams") and hasattr(node, "hyperparams_states"):
         # Those with a state are computed at each update, by a schedule.
@@ -50,14 +52,14 @@ def _kept(node: PyTree, path: str) -> dict[str, Any]:
         }
         found = {join(path, "hyperparams", name): x for name, x in numbers.items()}
     for name, child in children(node):
-        found |= _kept(child, join(path, name))
+        found |= _hyperparameters_below(child, join(path, name))
     return found
 
 
-def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> None:
+def warn_of_others(counting: Numbers, other: Numbers, source: os.PathLike[str]) -> None:
     """Warn if the hyperparameters of the checkpoint `source`, which count, are not
     those of this call."""
-    if changed := _changed(kept, other):
+    if changed := _changed(counting, other):
         warn(
             "fit: the optimizer keeps its hyperparameters in its state, so those of "
             f"{os.fspath(source)} count, and not those of this call: {changed}. To "
@@ -66,12 +68,12 @@ def warn_of_kept(kept: Numbers, other: Numbers, source: os.PathLike[str]) -> Non
         )
 
 
-def replace_kept(
+def with_hyperparameters(
     restored: TrainState, given: Numbers, source: os.PathLike[str]
 ) -> TrainState:
     """Return the state that was read from the checkpoint `source`, with the
     hyperparameters of this call. Warn if they change anything."""
-    changed = _changed(given, kept_in(restored.opt_state))
+    changed = _changed(given, hyperparameters_in(restored.opt_state))
     if not changed:
         return restored
     warn(

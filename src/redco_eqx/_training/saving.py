@@ -37,9 +37,9 @@ from redco_eqx._step.window import Window
 from redco_eqx._training.course import Course, TrainingInterrupted
 from redco_eqx._training.hyperparameters import (
     given_by,
-    kept_in,
-    replace_kept,
-    warn_of_kept,
+    hyperparameters_in,
+    warn_of_others,
+    with_hyperparameters,
 )
 from redco_eqx._training.identity import compare_states, what_differs
 from redco_eqx._training.loggers import HISTORY, check_is_file
@@ -107,65 +107,51 @@ class Saver:
             lambda: _candidates(self.directory, step_of(state))
         )
         if not found:
-            return state, dataclasses.replace(
-                run, id=from_first(lambda: secrets.token_hex(4))
-            )
+            new_id = from_first(lambda: secrets.token_hex(4))
+            return state, dataclasses.replace(run, id=new_id)
+        if same_step is not None and not self.config.allow_changes:
+            _check_state(read_record(self.directory / same_step), state)
+        # Before the arrays of the state are deleted:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
-        if same_step is not None and not self.config.allow_changes:
-            _check_state(read_record(self.directory / same_step), state)
-        given = kept_in(state.opt_state)
-        # A state from the middle of the run has the numbers of the run. The optimizer
-        # may ask for others.
-        asked = given_by(optimizer, state) if given and same_step is not None else given
+        given = hyperparameters_in(state.opt_state)
+        asked = given
+        if given and same_step is not None:
+            # A state from the middle of the run has the numbers of the run. The
+            # optimizer may ask for others.
+            asked = given_by(optimizer, state)
 
-        def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo, RunRecord]:
+        def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
             info = load_alike(lambda: read_record(path))
-            chosen = select(info, like)
-            before = info.run
-            assert before is not None
-            _check_form(info.path, before)
-            _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
-            course.check_length(before, info.path)
-            # The frozen arrays are the caller's. If they are those of the checkpoint,
-            # as in a run that trains a small part of a large model, they are not read
-            # again, and memory does not hold them twice.
-            own = _unchanged(state, info)
-            chosen = {name: x for name, x in chosen.items() if name not in own}
-            others = dataclasses.replace(state, frozen={})
-            jax.tree.map(lambda x: x.delete(), others)
-            restored = read(info, like, chosen)
-            frozen = {
-                path: own.get(f"model/{path}", x) for path, x in restored.frozen.items()
-            }
-            return dataclasses.replace(restored, frozen=frozen), info, before
+            names = select(info, like)
+            self._check_continues(info, run, course)
+            return _replaced(state, like, info, names), info
 
-        (restored, info, before), damaged = first_good(
+        (restored, info), damaged = first_good(
             [self.directory / name for name in found], load
         )
         from_first(lambda: [_set_aside(path) for path in damaged])
-        kept = kept_in(restored.opt_state)
+        counting = hyperparameters_in(restored.opt_state)
         if self.config.allow_changes:
-            restored = replace_kept(restored, given, info.path)
-            kept = given
-        warn_of_kept(kept, asked, info.path)
+            restored = with_hyperparameters(restored, given, info.path)
+            counting = given
+        warn_of_others(counting, asked, info.path)
+        before = _run_in(info)
         self.path = info.path
         self._saved = _saved(before)
-        names = ["key", "parameters"]
-        # Other versions may trace the same functions differently.
-        if info.versions == versions():
-            names += ["loss_fn", "optimizer", "step_fn"]
-        began = {name: x for name, x in before.identity.items() if name in names}
-        changed = {
-            name: getattr(run, name) for name in ("batch_size", "num_examples", "order")
-        }
-        # If the batch size has changed, the same fraction of the epoch still counts as
-        # done, rounded up to whole batches.
-        batch = -(-before.batch * before.batch_size // run.batch_size)
-        return restored, dataclasses.replace(
-            before, **changed, batch=batch, identity={**run.identity, **began}
-        )
+        is_same_version = info.versions == versions()
+        return restored, _continued(before, run, is_same_version=is_same_version)
+
+    def _check_continues(
+        self, info: CheckpointInfo, run: RunRecord, course: Course
+    ) -> None:
+        """Raise an error unless the run of a checkpoint is `run`, and no longer than
+        the course."""
+        before = _run_in(info)
+        _check_form(info.path, before)
+        _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
+        course.check_length(before, info.path)
 
     def is_best(self, run: RunRecord) -> bool:
         """Return true if the last evaluation is better than all earlier ones by one of
@@ -232,6 +218,54 @@ class Saver:
                 raise
             # If it were raised, it would hide the error that has the state.
             error.add_note(f"fit: {problem}")
+
+
+def _run_in(info: CheckpointInfo) -> RunRecord:
+    """The run that saved a checkpoint, which `_candidates` has found by it."""
+    assert info.run is not None
+    return info.run
+
+
+def _replaced(
+    state: TrainState, like: TrainState, info: CheckpointInfo, names: dict[str, str]
+) -> TrainState:
+    """Read a checkpoint in place of `state`, whose arrays are deleted first. `like` is
+    the abstract state, and `names` is the result of `select`."""
+    # The frozen arrays are the caller's. If they are those of the checkpoint, as in a
+    # run that trains a small part of a large model, they are not read again, and memory
+    # does not hold them twice.
+    own = _unchanged(state, info)
+    others = dataclasses.replace(state, frozen={})
+    jax.tree.map(lambda x: x.delete(), others)
+    to_read = {
+        name: saved_name for name, saved_name in names.items() if name not in own
+    }
+    restored = read(info, like, to_read)
+    frozen = {path: own.get(f"model/{path}", x) for path, x in restored.frozen.items()}
+    return dataclasses.replace(restored, frozen=frozen)
+
+
+def _continued(
+    before: RunRecord, run: RunRecord, *, is_same_version: bool
+) -> RunRecord:
+    """The record with which a run goes on: that of its checkpoint, `before`, with the
+    arguments of this call, which are those of `run`."""
+    names = ["key", "parameters"]
+    # Other versions may trace the same functions differently.
+    if is_same_version:
+        names += ["loss_fn", "optimizer", "step_fn"]
+    began = {name: x for name, x in before.identity.items() if name in names}
+    # If the batch size has changed, the same fraction of the epoch still counts as
+    # done, rounded up to whole batches.
+    batch = -(-before.batch * before.batch_size // run.batch_size)
+    return dataclasses.replace(
+        before,
+        batch_size=run.batch_size,
+        num_examples=run.num_examples,
+        order=run.order,
+        batch=batch,
+        identity={**run.identity, **began},
+    )
 
 
 def _unchanged(state: TrainState, info: CheckpointInfo) -> dict[str, Any]:
