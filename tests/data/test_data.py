@@ -204,9 +204,27 @@ def test_the_thread_makes_batches_if_that_saves_time(
     for _ in batches(range(80), slow, prefetch=1):
         time.sleep(pause)
     others = [thread is not threading.main_thread() for thread in threads]
+    assert no_threads_left()
     # The first batch, whose time is not known yet, and the second, which no consumer
     # has waited for.
     assert others[2:] == [in_thread] * 8
+
+
+def test_a_thread_that_makes_short_batches_pauses_now_and_then(monkeypatch):
+    monkeypatch.setattr(workers, "CHEAP_SECONDS", 0)
+    monkeypatch.setattr(workers, "SHORT_SECONDS", math.inf)
+    monkeypatch.setattr(workers, "_NUM_SHORT", 3)
+    is_here = []
+
+    def remember(examples):
+        is_here.append(threading.current_thread() is threading.main_thread())
+        return collate(examples)
+
+    made = values(batches(range(80), remember, prefetch=1, key=KEY))
+    assert made == values(batches(range(80), collate, prefetch=0, key=KEY))
+    # Three batches of the thread, and one that it had begun.
+    assert is_here == [True, False, False, False, False] * 2
+    assert no_threads_left()
 
 
 def close_early(made):

@@ -27,6 +27,10 @@ SHORT_SECONDS = 1e-3
 does."""
 
 
+_NUM_SHORT = 32
+"""After this many short batches, a thread pauses for one. Its times are too long, as it
+also waits for Python's lock."""
+
 _EXIT_SECONDS = 10.0
 """At the end of the program, the time that all threads may take to end their work."""
 
@@ -172,10 +176,12 @@ def run_ahead(
     can_be_here = isinstance(options, Data) and num_threads == 0
     in_threads = num_ahead > 0 and not can_be_here
     consumed = 0.0
+    num_short = 0
     try:
         while True:
             while in_threads and len(pending) <= num_ahead:
                 submit()
+            is_here = not pending
             if pending:
                 batch, seconds = pending.popleft().result()
             else:
@@ -183,7 +189,12 @@ def run_ahead(
             if batch is None:
                 return
             if can_be_here and num_ahead > 0:
-                in_threads = _pays(seconds, consumed)
+                if is_here:
+                    in_threads = _pays(seconds, consumed)
+                    num_short = 0
+                elif in_threads:
+                    num_short += int(seconds < SHORT_SECONDS)
+                    in_threads = _pays(seconds, consumed) and num_short < _NUM_SHORT
             while in_threads and len(pending) < num_ahead:
                 submit()
             began = time.perf_counter()
