@@ -15,21 +15,25 @@ from redco_eqx.layers import cross_entropy
 from redco_eqx_models._blocks.model import make_context
 
 LENGTHS = (5, 3, 7, 4)
+PADDING = 1
 # By row: the texts, in their order. The rows end in five and in two tokens of padding.
 ROWS = ((0, 1), (2, 3))
 WIDTH = 13
 NAMES = ("gpt2", "gptj", "opt_350m", "mistral", "gemma3", "mixtral", "smollm3")
+ENCODERS = ("bert_masked", "roberta_masked")
 
 
 def texts() -> list[jax.Array]:
     rng = np.random.default_rng(0)
     found = [rng.integers(2, VOCABULARY, n).astype(np.int32) for n in LENGTHS]
+    # The token of padding may be in a text. RoBERTa does not count its position.
+    found[1][0] = PADDING
     return [jnp.asarray(text) for text in found]
 
 
 def packed() -> tuple[jax.Array, jax.Array]:
     """The rows, and for each token the number of its text."""
-    ids = np.full((len(ROWS), WIDTH), 1, np.int32)
+    ids = np.full((len(ROWS), WIDTH), PADDING, np.int32)
     segments = np.zeros((len(ROWS), WIDTH), np.int32)
     for row, of_row in enumerate(ROWS):
         at = 0
@@ -46,51 +50,72 @@ def next_in_text(segments: Any) -> Any:
     return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
 
 
-def loss_of_rows(model: Any, batch: Any, key: Any = None) -> Any:
-    ids, segments = batch
-    hidden, _ = model.hidden_states(ids[:, :-1], segments=segments[:, :-1])
-    weights = next_in_text(segments).astype(jnp.float32)
+def next_token_loss(model: Any, ids: Any, segments: Any = None) -> rx.Mean:
+    """That of rows of several texts, or of rows of one."""
+    own = None if segments is None else segments[:, :-1]
+    hidden, _ = model.hidden_states(ids[:, :-1], segments=own)
+    weights = None
+    if segments is not None:
+        weights = next_in_text(segments).astype(hidden.dtype)
     return cross_entropy(hidden, model.head, ids[:, 1:], weights=weights)
 
 
-def loss_of_texts(model: Any) -> Any:
-    """The same, of each text alone."""
-    losses = []
-    for text in texts():
-        hidden, _ = model.hidden_states(text[None, :-1])
-        losses.append(cross_entropy(hidden, model.head, text[None, 1:]))
+def labels_loss(model: Any, ids: Any, segments: Any = None) -> rx.Mean:
+    """That of an encoder: each token has a label."""
+    hidden = model.hidden_states(ids, segments=segments)
+    weights = None
+    if segments is not None:
+        weights = (segments != 0).astype(hidden.dtype)
+    labels = (3 * ids + 1) % VOCABULARY
+    return cross_entropy(hidden, model.head, labels, weights=weights)
+
+
+def loss_of_texts(loss_fn: Any, model: Any) -> rx.Mean:
+    """That of each text alone."""
+    losses = [loss_fn(model, text[None]) for text in texts()]
     return sum(losses[1:], losses[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_text_in_a_row_is_as_if_alone(name: str):
-    """Also its loss, and the gradient of all."""
-    model = make(name, stacked=True)
-    batch = packed()
-    rows = eqx.filter_jit(lambda m: loss_of_rows(m, batch))(model)
-    alone = eqx.filter_jit(loss_of_texts)(model)
-    assert rows.weight == alone.weight == sum(LENGTHS) - len(LENGTHS)
-    np.testing.assert_allclose(rows.value, alone.value, rtol=2e-6)
+WITH_LOSSES = [(name, next_token_loss) for name in NAMES]
+WITH_LOSSES += [(name, labels_loss) for name in ENCODERS]
 
-    gradient = eqx.filter_jit(eqx.filter_grad(lambda m: loss_of_rows(m, batch).value))
-    wanted = eqx.filter_jit(eqx.filter_grad(lambda m: loss_of_texts(m).value))
-    # Float32 sums over other parts of the texts.
+
+@pytest.mark.parametrize(("name", "loss_fn"), WITH_LOSSES, ids=NAMES + ENCODERS)
+@pytest.mark.usefixtures("double")
+def test_a_text_in_a_row_is_as_if_alone(name: str, loss_fn: Any):
+    """Also its loss, and the gradient of all."""
+    model = make(name, stacked=True, dtype=jnp.float64)
+    batch = packed()
+    rows = eqx.filter_jit(lambda m: loss_fn(m, *batch))(model)
+    alone = eqx.filter_jit(lambda m: loss_of_texts(loss_fn, m))(model)
+    predicted = {
+        next_token_loss: sum(LENGTHS) - len(LENGTHS),
+        labels_loss: sum(LENGTHS),
+    }
+    assert rows.weight == alone.weight == predicted[loss_fn]
+    np.testing.assert_allclose(rows.value, alone.value, rtol=1e-9)
+
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda m: loss_fn(m, *batch).value))
+    wanted = eqx.filter_jit(eqx.filter_grad(lambda m: loss_of_texts(loss_fn, m).value))
     found, expected = rx.to_arrays(gradient(model)), rx.to_arrays(wanted(model))
     for path, x in expected.items():
-        floor = 1e-5 * float(jnp.abs(x).max()) + 1e-7
-        np.testing.assert_allclose(found[path], x, rtol=1e-4, atol=floor, err_msg=path)
+        floor = 1e-9 * float(jnp.abs(x).max()) + 1e-12
+        np.testing.assert_allclose(found[path], x, rtol=1e-6, atol=floor, err_msg=path)
 
 
-def test_rows_are_the_same_on_a_mesh():
+@pytest.mark.parametrize(
+    ("name", "loss_fn"), [("mistral", next_token_loss), ("roberta_masked", labels_loss)]
+)
+def test_rows_are_the_same_on_a_mesh(name: str, loss_fn: Any):
     mesh = mesh_of("2x2x2")
-    model = make("mistral", stacked=True)
+    model = make(name, stacked=True)
     ids, segments = packed()
     # Two rows for each data shard, of eight tokens for each shard of `tensor`.
     batch = (jnp.tile(ids, (4, 1)), jnp.tile(segments, (4, 1)))
-    whole = eqx.filter_jit(lambda m: loss_of_rows(m, batch).value)(model)
+    whole = eqx.filter_jit(lambda m: loss_fn(m, *batch).value)(model)
     placed = eqx.filter_shard(model, rx.shard_rules(model, mesh))
     split = jax.device_put(batch, rx.batch_sharding(mesh))
-    found = eqx.filter_jit(lambda m, b: loss_of_rows(m, b).value)(placed, split)
+    found = eqx.filter_jit(lambda m, b: loss_fn(m, *b).value)(placed, split)
     np.testing.assert_allclose(found, whole, rtol=1e-5)
 
 
@@ -127,13 +152,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("annotations_unchecked")
-def test_segments_that_do_not_fit_are_refused(name: str):
+def test_segments_that_do_not_fit_are_refused(name: str, family: str):
     given, message = REFUSED[name]
     ids, segments = packed()
     with pytest.raises(ValueError, match=message):
-        make("gpt2").hidden_states(ids, **given(segments))
+        make(family).hidden_states(ids, **given(segments))
 
 
 def test_segments_with_a_cache_are_refused():
@@ -143,9 +169,24 @@ def test_segments_with_a_cache_are_refused():
         model.hidden_states(ids, segments=segments, cache=model.init_cache(2, WIDTH))
 
 
-def test_texts_of_a_model_with_an_encoder_are_refused():
-    model = make("t5")
+READERS: dict[str, Any] = {
+    "call": lambda model, ids, segments: model(ids, ids, segments=segments),
+    "encode": lambda model, ids, segments: model.encode(ids, segments=segments),
+    "decode": lambda model, ids, segments: model.decode(
+        ids, model.encode(ids), segments=segments
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_texts_of_a_model_that_writes_what_it_reads_are_refused(name: str):
+    with pytest.raises(ValueError, match="segments is for models that only read or"):
+        READERS[name](make("t5"), *packed())
+
+
+@pytest.mark.parametrize("name", ["bert_labels", "roberta_labels"])
+def test_a_classifier_of_rows_refuses_several_texts(name: str):
+    """It reads the first token of a row."""
     ids, segments = packed()
-    memory = model.encode(ids)
-    with pytest.raises(ValueError, match="segments is for models without an encoder"):
-        model.decode(ids, memory, segments=segments)
+    with pytest.raises(ValueError, match="segments is given, but the classifier reads"):
+        make(name)(ids, segments=segments)

@@ -250,12 +250,8 @@ class Decoder(Model):
     ) -> tuple[Hidden, Cache | None, Any]:
         """Return the input of the head, the cache with these tokens added, and the
         `sums` from `run_layers`."""
-        if segments is not None and memory is not None:
-            raise ValueError(
-                f"{type(self).__name__}: segments is for models without an encoder, "
-                "whose texts could not be told apart. Leave it out, with one text in a "
-                "row."
-            )
+        if memory is not None:
+            check_one_text(self, segments)
         context, cache = make_context(
             self, input_ids, attention_mask, positions, cache, texts=segments
         )
@@ -278,6 +274,16 @@ class Decoder(Model):
             sums = pieces[-1]
         hidden = whole_output(self, self.finish(x, finish_key), context)
         return hidden, cache, sums
+
+
+def check_one_text(model: Model, segments: Ids | None) -> None:
+    """Raise `ValueError` for rows of several texts of a model with cross-attention."""
+    if segments is not None:
+        raise ValueError(
+            f"{type(model).__name__}: segments is for models that only read or only "
+            "write. Cross-attention does not tell the texts in a row apart. Leave "
+            "segments out, with one text in a row and an attention_mask."
+        )
 
 
 def make_head(

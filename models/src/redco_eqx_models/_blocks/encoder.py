@@ -183,6 +183,7 @@ def encode_tokens(
     *,
     attention_mask: Array | None,
     positions: Int[Array, "b s"] | None = None,
+    segments: Int[Array, "b s"] | None = None,
     bias: Bias | None = None,
     causal: bool = False,
     key: Key | None,
@@ -196,13 +197,16 @@ def encode_tokens(
     - `embed`, `layers`: a function that computes the input of the first layer, and the
         layers.
     - `attention_mask`: `(batch, s)`, 0 where a token is padding, on either side.
-    - `positions`: by default counted from 0 at the first token that is not padding.
+    - `positions`: by default counted from 0 at the first token that is not padding, or
+        of its text.
+    - `segments`: `(batch, s)`, for each token the number of its text, 0 for padding, in
+        place of `attention_mask`.
     - `bias`: added to the scores in all layers.
     - `causal`: true if a token sees only the tokens up to itself.
     - `key`: for dropout.
     """
     context, _ = make_context(
-        model, input_ids, attention_mask, positions, causal=causal
+        model, input_ids, attention_mask, positions, causal=causal, texts=segments
     )
     context = dataclasses.replace(context, bias=bias)
     embed_key, layers_key = split_key(key, 2)

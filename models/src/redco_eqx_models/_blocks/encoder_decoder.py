@@ -15,7 +15,7 @@ from redco_eqx.layers import activation_axes, column, scan_layers
 from redco_eqx.types import Key
 from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.context import Cache, Hidden, Ids, Memory
-from redco_eqx_models._blocks.decoder import Decoder, Reading
+from redco_eqx_models._blocks.decoder import Decoder, Reading, check_one_text
 from redco_eqx_models._blocks.dropout import split_key
 from redco_eqx_models._blocks.model import Options, unstack
 
@@ -53,6 +53,7 @@ class EncoderDecoder(Decoder):
         *,
         attention_mask: Array | None = None,
         key: Key | None = None,
+        segments: Ids | None = None,
     ) -> Memory:
         """Return the encoder's output in the form that the decoder reads: keys and
         values for the cross-attention of all its layers.
@@ -67,7 +68,9 @@ class EncoderDecoder(Decoder):
         - `attention_mask`: `(batch, source)`, 0 where a token is padding, on either
             side.
         - `key`: for dropout.
+        - `segments`: refused, because cross-attention would mix the texts in a row.
         """
+        check_one_text(self, segments)
         hidden = self.encoder_states(inputs, attention_mask=attention_mask, key=key)
         if attention_mask is None:
             real = jnp.ones(hidden.shape[:2], bool)
@@ -166,8 +169,10 @@ class EncoderDecoder(Decoder):
         attention_mask: Array | None = None,
         decoder_attention_mask: Array | None = None,
         key: Key | None = None,
+        segments: Ids | None = None,
     ) -> Hidden:
         """Return the input of the head. Arguments as for calling the model."""
+        check_one_text(self, segments)
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
         return self.decode(
@@ -192,6 +197,7 @@ class EncoderDecoder(Decoder):
             either side.
         - `key`: for dropout, which needs a key and a model that is not in inference
             mode (`eqx.nn.inference_mode`).
+        - `segments`: refused, because cross-attention would mix the texts in a row.
         """
         return self.logits(self.hidden_states(inputs, decoder_input_ids, **options))
 

@@ -5,6 +5,7 @@ over the vocabulary, and with a head over labels.
 import abc
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import equinox as eqx
@@ -133,8 +134,13 @@ class BertEmbeddings(eqx.Module):
             # `create_position_ids_from_input_ids` of transformers' RoBERTa counts the
             # tokens that are not `pad_token_id`. It does not look at the mask.
             real = context.real & (input_ids != self.position_offset - 1)
+            counted = jnp.cumsum(real, axis=-1, dtype=jnp.int32)
+            # Count anew in each text of a row.
+            is_first = context.real & (context.positions == 0)
+            before = jnp.where(is_first, counted - real, 0)
+            counted = counted - jax.lax.cummax(before, axis=1)
             # Padding gets position -1, and with the offset the row `pad_token_id`.
-            positions = jnp.cumsum(real, axis=-1, dtype=jnp.int32) * real - 1
+            positions = counted * real - 1
         if positions is None:
             positions = context.positions
         x = context.embed(self.word_embeddings, input_ids)
@@ -186,6 +192,7 @@ class BertModel(Model):
         token_type_ids: Ids | None = None,
         positions: Ids | None = None,
         key: Key | None = None,
+        segments: Ids | None = None,
     ) -> Hidden:
         """Return the output of the last layer.
 
@@ -193,19 +200,29 @@ class BertModel(Model):
 
         - `input_ids`: tokens.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
-        - `token_type_ids`: the segment of each token; by default 0.
+        - `token_type_ids`: the type of each token, such as 0 in the first sentence of a
+            pair and 1 in the second; by default 0.
         - `positions`: by default counted from 0 at the first token that is not padding.
             A RoBERTa never counts its `pad_token_id`, also where the mask does not hide
             it.
         - `key`: for dropout, which needs a key and a model that is not in inference
             mode (`eqx.nn.inference_mode`).
+        - `segments`: `(batch, t)`, for rows of several texts one after another: for
+            each token the number of its text, other numbers for neighbours, and 0 for
+            padding. A token sees only its own text, and positions begin anew in each.
         """
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
         embed = functools.partial(self.embeddings, input_ids, token_type_ids, positions)
         layers = self.encoder.layer
         return encode_tokens(
-            self, input_ids, embed, layers, attention_mask=attention_mask, key=key
+            self,
+            input_ids,
+            embed,
+            layers,
+            attention_mask=attention_mask,
+            segments=segments,
+            key=key,
         )
 
     def __call__(self, input_ids: Ids, **options: Any) -> Hidden:
@@ -348,6 +365,7 @@ class BertForSequenceClassification(Model):
         """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
+        _check_one_text(self, options)
         body_key, head_key = split_key(key, 2)
         hidden = self.bert.hidden_states(input_ids, key=body_key, **options)
         pooled = self.bert.pool(hidden)
@@ -457,6 +475,18 @@ class RobertaForSequenceClassification(Model):
         """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
+        _check_one_text(self, options)
         body_key, head_key = split_key(key, 2)
         hidden = self.roberta.hidden_states(input_ids, key=body_key, **options)
         return self.classifier(hidden[:, 0], head_key)
+
+
+def _check_one_text(model: Model, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for rows of several texts, of which a classifier would read
+    the first text alone."""
+    if options.get("segments") is not None:
+        raise ValueError(
+            f"{type(model).__name__}: segments is given, but the classifier reads the "
+            "first token of a row, which is that of its first text alone. Leave "
+            "segments out, with one text in a row and an attention_mask."
+        )
