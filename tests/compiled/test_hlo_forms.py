@@ -257,6 +257,19 @@ def test_tpu_reduce_scatter_fusion() -> None:
     assert (found.result_bytes, found.sent_bytes) == (2**21, 2**21)
 
 
+def test_metadata_of_a_tpu_kernel_takes_several_lines() -> None:
+    """As that of splash attention: a line of it begins like the end of a
+    computation."""
+    kernel = (
+        '  %k = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", '
+        "frontend_attributes={kernel_metadata={\n"
+        '"xprof_metadata":"{\\"block_q\\": 512}"\n'
+        '}}, metadata={op_name="pallas_call"}\n'
+    )
+    found = communication(module(kernel + reduce()), CUBE)
+    assert only(found).axes == ("tensor",)
+
+
 def test_tpu_collective_fused_with_other_work_counts_once() -> None:
     gather = (
         "bf16[8,128]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=4, "

@@ -126,7 +126,9 @@ def parse(text: str) -> HloModule:
                 computations[current] = {}
                 if start[1]:
                     entries.append(current)
-        elif line.lstrip().startswith("}"):
+        elif line.lstrip().startswith("}") and not (
+            name is not None and _is_open(computations[current][name])
+        ):
             current = None
         elif definition := _DEFINITION.match(line):
             name = definition[2]
@@ -142,6 +144,13 @@ def parse(text: str) -> HloModule:
             "returns, or its as_text()."
         )
     return HloModule(computations, roots, entries[0], num_devices, source_lines(text))
+
+
+def _is_open(line: str) -> bool:
+    """Return true if an instruction goes on in the next line. The metadata of a kernel
+    for TPUs ends with a line that begins like the end of a computation."""
+    bare = _STRING.sub("", line)
+    return bare.count("{") > bare.count("}")
 
 
 @lru_cache(maxsize=1024)
