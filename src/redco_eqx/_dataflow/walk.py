@@ -124,7 +124,13 @@ class Walk:
     def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
         """Record that a block of the library sums over devices only after more
         operations."""
-        sums = [part for x in operands for part in x.sums]
+        sums = [
+            part
+            for x in operands
+            for part in x.sums
+            # A gradient from outside comes in summed.
+            if all(event.block == self.block for event in events_of([part]))
+        ]
         for out in results:
             out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
             for event in events_of(sums):
