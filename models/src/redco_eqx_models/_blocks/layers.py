@@ -84,20 +84,16 @@ class Embedding(eqx.Module):
         return jnp.take(self.weight, self.rows(ids), axis=0)
 
     def rows(self, ids: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Return the rows for these ids. An id in the padding is moved out of the
-        table, because it is not a token.
+        """Return the rows for these ids. An id that is no token, because it is negative
+        or in the padding, is moved out of the table.
         """
-        num = self.num_embeddings
         num_rows = self.weight.shape[0]
-        if num == num_rows:
-            return ids
         # In the dtype of small ids, such as int8, the sums below could overflow.
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
-        # A negative id counts from the end of the tokens, not from that of the padding.
-        ids = jnp.where((ids < 0) & (ids >= -num), ids + num, ids)
-        # `jnp.take` returns NaN for ids outside the table, which shows the mistake.
+        # `jnp.take` returns NaN for ids outside the table, which shows the mistake. It
+        # would count a negative id, such as a label of -100, from the end.
         beyond = jnp.where(ids < 0, ids - num_rows, ids + num_rows)
-        return jnp.where((ids < 0) | (ids >= num), beyond, ids)
+        return jnp.where((ids < 0) | (ids >= self.num_embeddings), beyond, ids)
 
 
 class LayerNorm(eqx.Module):
