@@ -1,5 +1,5 @@
-"""Bad arguments of the functions that generate: each is refused before anything reads
-the weights, and the message names what it must.
+"""Bad arguments of models and of the functions that generate: each is refused before
+anything reads the weights, and the message names what it must.
 
 Each id is the function, the argument and what is wrong with it.
 """
@@ -36,6 +36,27 @@ def beam_search(inputs: Any = TOKENS, **more: Any) -> Any:
     return models.beam_search(language_model(), inputs, max_new_tokens=2, **more)
 
 
+@functools.cache
+def text_to_text_model() -> Any:
+    config = models.T5Config(
+        vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
+    )
+    return abstract(lambda key: models.T5ForConditionalGeneration(config, key=key))
+
+
+def make(**options: Any) -> Any:
+    """Not under `filter_eval_shape`: options are refused before any array is made."""
+    return models.LlamaForCausalLM(CONFIG, key=KEY, **options)
+
+
+class OtherTensor:
+    """A tensor of another library, with the attributes that arrays share."""
+
+    shape = (1, 2)
+    ndim = 2
+    dtype = "int64"
+
+
 OF_ANOTHER_TYPE = [
     refused(
         "generate-model-state",
@@ -67,6 +88,67 @@ OF_ANOTHER_TYPE = [
         lambda: beam_search([[1]], num_beams=2),
         "beam_search: inputs ... np.array(ids)",
     ),
+    refused(
+        "model-input_ids-lists",
+        lambda: language_model()([[1, 2]]),
+        "LlamaForCausalLM: input_ids ... a list ... np.array(ids)",
+    ),
+    refused(
+        "model-input_ids-tensor",
+        lambda: language_model()(OtherTensor()),
+        "input_ids ... a OtherTensor ... np.array(ids)",
+    ),
+    refused(
+        "model-attention_mask-lists",
+        lambda: language_model()(TOKENS, attention_mask=[[1, 1]]),
+        "attention_mask ... a list",
+    ),
+    refused(
+        "model-attention_mask-tensor",
+        lambda: language_model()(TOKENS, attention_mask=OtherTensor()),
+        "attention_mask ... a OtherTensor",
+    ),
+    refused(
+        "model-segments-lists",
+        lambda: language_model().hidden_states(TOKENS, segments=[[1, 1]]),
+        "segments ... a list",
+    ),
+    refused(
+        "model-positions-lists",
+        lambda: language_model().hidden_states(TOKENS, positions=[[0, 1]]),
+        "positions ... a list",
+    ),
+    refused(
+        "encoder_decoder-inputs-lists",
+        lambda: text_to_text_model()([[1, 2]], TOKENS),
+        "T5ForConditionalGeneration: inputs ... a list",
+    ),
+    refused(
+        "encoder_decoder-decoder_input_ids-lists",
+        lambda: text_to_text_model()(TOKENS, [[1, 2]]),
+        "T5ForConditionalGeneration: decoder_input_ids ... a list",
+    ),
+    refused(
+        "model-labels",
+        lambda: language_model()(TOKENS, labels=TOKENS),
+        "labels ... LlamaForCausalLM ... takes attention_mask, positions ... "
+        "cross_entropy",
+    ),
+    refused(
+        "model-position_ids",
+        lambda: language_model().hidden_states(TOKENS, position_ids=TOKENS),
+        "position_ids ... Pass it as positions",
+    ),
+    refused(
+        "model-output_hidden_states",
+        lambda: language_model()(TOKENS, output_hidden_states=True),
+        "output_hidden_states ... Leave it out",
+    ),
+    refused(
+        "encoder_decoder-labels",
+        lambda: text_to_text_model()(TOKENS, TOKENS, labels=TOKENS),
+        "labels ... T5ForConditionalGeneration ... decoder_attention_mask",
+    ),
 ]
 
 
@@ -92,6 +174,24 @@ FRACTIONS = [
         "num_beams=2.5 ... an integer",
     ),
 ]
+
+
+OPTIONS = [
+    refused("remat-bool", lambda: make(remat=True), "remat=True ... 'full'"),
+    refused("remat-name", lambda: make(remat="half"), "remat='half' ... 'products'"),
+    refused(
+        "attention-name",
+        lambda: make(attention="flash_attention_2"),
+        "attention='flash_attention_2' ... 'cudnn'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), OPTIONS)
+def test_an_option_that_is_no_value_is_refused_with_the_model(
+    call: Any, words: str
+) -> None:
+    assert_refused_early(call, ValueError, words)
 
 
 @pytest.mark.parametrize(("call", "words"), FRACTIONS)

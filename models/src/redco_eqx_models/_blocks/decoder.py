@@ -24,6 +24,7 @@ from redco_eqx_models._blocks.lora import LoRA
 from redco_eqx_models._blocks.model import (
     Model,
     Options,
+    check_names,
     count_layers,
     make_context,
     run_layers,
@@ -308,6 +309,7 @@ class DecoderLM(Decoder):
         """Return the input of the head, and the cache with these tokens added.
         Arguments as for calling the model.
         """
+        check_names(self, reading, Reading.__annotations__)
         return self._run(input_ids, None, **reading)[:2]
 
     def __call__(self, input_ids: Ids, **reading: Unpack[Reading]) -> Any:

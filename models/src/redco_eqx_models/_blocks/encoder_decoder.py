@@ -17,7 +17,12 @@ from redco_eqx_models._blocks.config import BaseConfig
 from redco_eqx_models._blocks.context import Cache, Hidden, Ids, Memory
 from redco_eqx_models._blocks.decoder import Decoder, Reading, check_one_text
 from redco_eqx_models._blocks.dropout import split_key
-from redco_eqx_models._blocks.model import Options, unstack
+from redco_eqx_models._blocks.model import (
+    Options,
+    check_arrays,
+    check_names,
+    unstack,
+)
 
 
 class EncoderDecoder(Decoder):
@@ -173,6 +178,13 @@ class EncoderDecoder(Decoder):
     ) -> Hidden:
         """Return the input of the head. Arguments as for calling the model."""
         check_one_text(self, segments)
+        check_arrays(
+            type(self).__name__,
+            inputs=inputs,
+            decoder_input_ids=decoder_input_ids,
+            attention_mask=attention_mask,
+            decoder_attention_mask=decoder_attention_mask,
+        )
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
         return self.decode(
@@ -199,6 +211,8 @@ class EncoderDecoder(Decoder):
             mode (`eqx.nn.inference_mode`).
         - `segments`: refused, because cross-attention would mix the texts in a row.
         """
+        taken = ("attention_mask", "decoder_attention_mask", "key", "segments")
+        check_names(self, options, taken)
         return self.logits(self.hidden_states(inputs, decoder_input_ids, **options))
 
 

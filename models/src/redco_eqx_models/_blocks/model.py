@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, TypedDict, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -114,6 +115,7 @@ class Model(eqx.Module):
         attention: Implementation | None = None,
         sequence_parallel: bool | None = None,
     ):
+        _check_options(remat, attention)
         self.config = config
         self.remat = remat
         self.attention = attention
@@ -135,6 +137,58 @@ class Model(eqx.Module):
         """Return an abstract array with at most 128 tokens in each row."""
         num_tokens = min(self.config.max_positions or 128, 128)
         return jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
+
+
+def _check_options(remat: Any, attention: Any) -> None:
+    """Raise `ValueError` for an option that is none of its values."""
+    names, _policy = get_args(Remat)
+    if not callable(remat) and remat not in get_args(names):
+        raise ValueError(
+            f"remat={remat!r}, but it must be one of {get_args(names)}, or a "
+            "policy of jax.checkpoint. Pass 'full' to recompute all layers, as "
+            "gradient_checkpointing does in transformers."
+        )
+    implementations = get_args(Implementation)
+    if attention not in (None, *implementations):
+        raise ValueError(
+            f"attention={attention!r}, but it must be one of {implementations}, or "
+            "None for the best one on the devices."
+        )
+
+
+_ELSEWHERE = {
+    "labels": "Compute the loss in loss_fn: cross_entropy(hidden, model.head, labels) "
+    "of redco_eqx.layers, with labels that are shifted by one token. It leaves out "
+    "those that are -100.",
+    "position_ids": "Pass it as positions.",
+    "past_key_values": "Pass a cache of model.init_cache as cache.",
+}
+"""Where to pass what the models of `transformers` take under these names."""
+
+
+def check_names(model: Model, given: Collection[str], taken: Collection[str]) -> None:
+    """Raise `TypeError` for the name of an argument that the model does not take."""
+    for name in given:
+        if name not in taken:
+            advice = _ELSEWHERE.get(name, "Leave it out.")
+            raise TypeError(
+                f"{type(model).__name__}: {name} is no argument of this model, which "
+                f"takes {', '.join(taken)}. {advice}"
+            )
+
+
+def check_arrays(name: str, **given: Any) -> None:
+    """Raise `TypeError` for tokens, or what belongs to each token, that are not an
+    array. `name` is that of the model or function that they were given to."""
+    for argument, x in given.items():
+        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name}: {argument} must be an array, (batch, length), but is a "
+                f"{type(x).__name__}. For text, pass tokenizer(texts, padding=True, "
+                'return_tensors="np")["input_ids"]. For lists of one length, or a '
+                "tensor of another library, pass np.array(ids). Pad other lists, and "
+                "pass an attention_mask, too."
+            )
 
 
 def _check_tokens(
@@ -180,7 +234,7 @@ def make_context(
 ) -> tuple[Context, Cache | None]:
     """Make the context of some tokens, and the cache with these tokens but without
     their keys and values, which the layers add. Raises `ValueError` for arrays that do
-    not fit.
+    not fit, and `TypeError` for what is not an array.
 
     **Arguments:**
 
@@ -195,6 +249,13 @@ def make_context(
     - `texts`: `(batch, t)`, for each token the number of its text, 0 for padding, in
         place of `attention_mask`.
     """
+    check_arrays(
+        type(model).__name__,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        positions=positions,
+        segments=texts,
+    )
     max_positions = model.config.max_positions
     if texts is not None:
         _check_texts(texts, input_ids, attention_mask, cache)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from redco_eqx_models._blocks.context import Cache, Memory
 from redco_eqx_models._blocks.decoder import Decoder
 from redco_eqx_models._blocks.encoder_decoder import EncoderDecoder
-from redco_eqx_models._blocks.model import unstack
+from redco_eqx_models._blocks.model import check_arrays, unstack
 
 Tokens: TypeAlias = Array | np.ndarray
 Token: TypeAlias = int | np.integer
@@ -63,21 +63,12 @@ def read_prompt(
             f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), "
             f"but is a {type(model).__name__}. For a state, pass state.model first."
         )
-    given = {
-        "inputs": inputs,
-        "attention_mask": attention_mask,
-        "decoder_input_ids": decoder_input_ids,
-    }
-    for argument, x in given.items():
-        if x is not None and not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(
-                f"{name}: {argument} must be an array, (batch, length), but is a "
-                f"{type(x).__name__}. For "
-                "text, pass tokenizer(texts, padding=True, "
-                'return_tensors="np")["input_ids"]. For lists of one '
-                "length, pass np.array(ids). Pad other lists, and pass an "
-                "attention_mask, too."
-            )
+    check_arrays(
+        name,
+        inputs=inputs,
+        attention_mask=attention_mask,
+        decoder_input_ids=decoder_input_ids,
+    )
     if not (max_new_tokens >= 1 and max_new_tokens % 1 == 0):
         raise ValueError(
             f"{name}: max_new_tokens={max_new_tokens}, but it must be an integer, at "
