@@ -207,7 +207,8 @@ def token_batch(
 
 def squared_error(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
     """The weighted mean of squared errors, and of absolute ones."""
-    error, weight = jax.vmap(model)(batch["x"]) - batch["y"], batch["weight"]
+    error = jax.vmap(model)(batch["x"]) - batch["y"]
+    weight = batch["weight"]
     total, absolute = (
         jnp.sum(weight * jnp.mean(x, axis=1)) for x in (error**2, jnp.abs(error))
     )
@@ -234,7 +235,8 @@ def events(directory: pathlib.Path) -> list[Any]:
 
     found = []
     for path in sorted(directory.iterdir()):
-        data, at = path.read_bytes(), 0
+        data = path.read_bytes()
+        at = 0
         # Length (8 bytes), its checksum (4), the event, its checksum (4).
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)

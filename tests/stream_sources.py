@@ -21,7 +21,8 @@ class ByEpoch:
     """An iterable that is told its epoch, as a dataset of Hugging Face is."""
 
     def __init__(self, examples: Any):
-        self.examples, self.epoch = examples, 0
+        self.examples = examples
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -39,7 +40,8 @@ class WithState(ByEpoch):
         self.at = 0
 
     def __iter__(self) -> Any:
-        begin, self.at = self.at, 0
+        begin = self.at
+        self.at = 0
         for at, i in enumerate(order(len(self.examples), self.epoch)):
             if at >= begin:
                 self.at = at + 1
@@ -58,7 +60,8 @@ class StatefulIterator:
     """An iterator with a state, as those of Grain are."""
 
     def __init__(self, examples: Any, epoch: int):
-        self.examples, self.at = examples, 0
+        self.examples = examples
+        self.at = 0
         self.order = order(len(examples), epoch)
 
     def __iter__(self) -> Any:
@@ -82,7 +85,9 @@ class Refilling(WithState):
     examples."""
 
     def __iter__(self) -> Any:
-        begin, self.at, held = self.at, 0, []
+        begin = self.at
+        self.at = 0
+        held = []
         for at, i in enumerate(order(len(self.examples), self.epoch)):
             if at >= begin:
                 held.append(self.examples[i])

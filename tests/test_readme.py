@@ -107,10 +107,8 @@ def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
     )
     assert rows
     for what, ours, beside, command in rows:
-        found, link = (
-            numbers(ours + " " + beside),
-            re.fullmatch(r"\[`(.+)`\]\((docs/.+)\)", command),
-        )
+        found = numbers(ours + " " + beside)
+        link = re.fullmatch(r"\[`(.+)`\]\((docs/.+)\)", command)
         assert found, what
         assert link, what
         assert set(found) <= set(numbers((pages.ROOT / link[2]).read_text())), what

@@ -84,7 +84,8 @@ def test_entries_of_a_state_are_named_after_their_layer_and_can_be_replaced():
         path: x.shape for path, x in to_arrays(state).items() if "state_index.0" in path
     }
     assert list(shapes.values()) == [(3,), (3,), (2,)]
-    leaves, found = jax.tree.leaves(state), leaves_with_paths(state)
+    leaves = jax.tree.leaves(state)
+    found = leaves_with_paths(state)
     # In the order of its leaves.
     assert all(x is y for (_, x), y in zip(found, leaves, strict=True))
     # Within a larger tree: the same names behind the path of the state.
@@ -275,7 +276,8 @@ def test_an_interrupt_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_shown_of_a_state_and_of_its_layout_is_short() -> None:
     mesh = rx.make_mesh(tensor=4)
     state = mlp_state(optax.adam(1e-3), mesh)
-    abstract, seen = jax.eval_shape(lambda: state), [repr(state)]
+    abstract = jax.eval_shape(lambda: state)
+    seen = [repr(state)]
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
     for x in jax.tree.leaves(state):
         x.delete()
@@ -336,10 +338,8 @@ def test_masks_and_labels_over_the_model_are_those_by_path() -> None:
         rx.by_path({"layers": [{"weight": True}]})(params)
 
     both: Any = {"head": optax.adam(1.0), "body": SGD}
-    masked, partition = (
-        partial(optax.masked, optax.sgd(1.0)),
-        partial(optax.partition, both),
-    )
+    masked = partial(optax.masked, optax.sgd(1.0))
+    partition = partial(optax.partition, both)
     for make, over_model, by_hand in (
         (masked, matrices(model), flat),
         (partition, labels, expected),

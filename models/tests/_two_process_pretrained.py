@@ -14,7 +14,8 @@ from redco_eqx_models._files.safetensors import Stored
 
 initialize_distributed()
 process, directory = jax.process_index(), pathlib.Path(sys.argv[1])
-read, log = Stored.read, []
+read = Stored.read
+log = []
 
 
 def counting(self, index):

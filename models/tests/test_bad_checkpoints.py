@@ -77,11 +77,9 @@ def another_head(arrays):
     return {**arrays, "lm_head.weight": head}
 
 
-TABLE, POSITIONS, BIAS = (
-    "transformer.wte.weight",
-    "transformer.wpe.weight",
-    "transformer.h.1.ln_1.bias",
-)
+TABLE = "transformer.wte.weight"
+POSITIONS = "transformer.wpe.weight"
+BIAS = "transformer.h.1.ln_1.bias"
 TWO = {POSITIONS, "transformer.h.1.attn.c_attn.bias"}
 LAYERS = r"config\.json in .* it has {} layers at transformer\.h, the files have {}"
 INDEX_OUTSIDE = json.dumps({"weight_map": {"a": "../b.safetensors"}})

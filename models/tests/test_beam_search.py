@@ -28,7 +28,9 @@ BEAMS = 4
 
 def test_one_beam_is_greedy():
     """Whatever ends a search."""
-    model, (ids, mask), texts = model_of("mistral"), padded("left"), greedy("mistral")
+    model = model_of("mistral")
+    ids, mask = padded("left")
+    texts = greedy("mistral")
     end = int(texts[0, 4])
     ended = np.cumsum(texts == end, axis=1) - (texts == end) > 0
     options: Any = {
@@ -45,7 +47,8 @@ def test_one_beam_is_greedy():
 
 
 def test_a_row_without_tokens_harms_no_other():
-    model, (ids, mask) = model_of("mistral"), padded("left")
+    model = model_of("mistral")
+    ids, mask = padded("left")
     options: Any = {**OPTIONS, "num_beams": BEAMS, "eos_token_id": range(12)}
     found = beam_search(
         model, np.where(mask == 1, ids, -100), attention_mask=mask, **options
@@ -75,12 +78,11 @@ def test_a_score_in_low_precision_is_what_the_model_says_of_the_text(name, dtype
     )
     assert found.scores.dtype == np.float32
     assert (np.diff(found.scores, axis=1) <= 0).all()
-    source, before = [], np.repeat(ids, BEAMS, 0)
+    source = []
+    before = np.repeat(ids, BEAMS, 0)
     if name != "mistral":
-        source, before = (
-            [before, np.repeat(mask, BEAMS, 0)],
-            np.full((4 * BEAMS, 1), 0 if name == "t5" else 2),
-        )
+        source = [before, np.repeat(mask, BEAMS, 0)]
+        before = np.full((4 * BEAMS, 1), 0 if name == "t5" else 2)
     new = np.reshape(found.tokens, (-1, NEW))
     logs = np.asarray(
         log_probabilities(model, np.concatenate([before, new], axis=1), *source),

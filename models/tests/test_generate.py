@@ -50,7 +50,8 @@ def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
     ids, mask = np.full_like(ROWS, 7), np.zeros_like(ROWS)
     for row, length in enumerate(LENGTHS):
         where = slice(PROMPT - length, None) if side == "left" else slice(length)
-        ids[row, where], mask[row, where] = ROWS[row, :length], 1
+        ids[row, where] = ROWS[row, :length]
+        mask[row, where] = 1
     return ids, mask
 
 
@@ -66,11 +67,9 @@ def continued(model: Any, prompt: Any, lengths: Any, *source: Any) -> np.ndarray
     """The greedy continuation of each row: one pass for each token over the text so
     far, with no cache. What stands after the text is of no account to a causal
     model."""
-    text, rows, ends = (
-        np.zeros((4, PROMPT + NEW), np.int32),
-        np.arange(4),
-        np.array(lengths),
-    )
+    text = np.zeros((4, PROMPT + NEW), np.int32)
+    rows = np.arange(4)
+    ends = np.array(lengths)
     text[:, : prompt.shape[1]] = prompt
     for _ in range(NEW):
         logs = np.asarray(log_probabilities(model, text, *source))[rows, ends - 1]
@@ -98,7 +97,8 @@ def greedy(name: str, stacked: bool = True) -> np.ndarray:
     ("name", "stacked"), [("mistral", True), ("gpt2", False), ("t5", True)]
 )
 def test_cached_equals_uncached(name, stacked):
-    model, expected = model_of(name, stacked), np.array(greedy(name, stacked))
+    model = model_of(name, stacked)
+    expected = np.array(greedy(name, stacked))
     assert len(np.unique(expected)) > NEW // 2, "the model says always the same"
     for side in ("left", "right"):
         ids, mask = padded(side)
@@ -111,7 +111,9 @@ def test_cached_equals_uncached(name, stacked):
         np.testing.assert_array_equal(
             generate(model, other, attention_mask=mask, **OPTIONS), expected
         )
-    mask[1], expected[1] = 0, PAD  # a row without tokens harms no other
+    # a row without tokens harms no other
+    mask[1] = 0
+    expected[1] = PAD
     np.testing.assert_array_equal(
         generate(model, ids, attention_mask=mask, **OPTIONS), expected
     )
@@ -131,7 +133,8 @@ def test_the_cache_has_the_dtype_of_the_model():
 
 
 def test_padding_follows_the_end_and_both_are_those_of_generation_config():
-    model, expected = model_of("mistral"), np.array(greedy("mistral"))
+    model = model_of("mistral")
+    expected = np.array(greedy("mistral"))
     ends = (int(expected[0, 3]), int(expected[1, 5]))
     for row in expected:
         (found,) = np.nonzero(np.isin(row, ends))
@@ -224,11 +227,12 @@ def test_which_tokens_may_be_drawn():
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable():
-    model, num, temperature, top_k = model_of("mistral"), 4000, 2.0, 5
-    ids, options = (
-        np.broadcast_to(ROWS[0], (num, PROMPT)),
-        {"temperature": temperature, "top_k": top_k},
-    )
+    model = model_of("mistral")
+    num = 4000
+    temperature = 2.0
+    top_k = 5
+    ids = np.broadcast_to(ROWS[0], (num, PROMPT))
+    options = {"temperature": temperature, "top_k": top_k}
     new = np.asarray(
         generate(model, ids, max_new_tokens=1, key=jax.random.key(3), **options)
     )
@@ -376,7 +380,8 @@ def collectives_of_a_step(
 ) -> list[tuple[str, Any, Any]]:
     """Kind, axes and shapes of what one token communicates. The model and the prompt
     are abstract."""
-    struct, layout = jax.ShapeDtypeStruct, rx.shard_rules(model, mesh)
+    struct = jax.ShapeDtypeStruct
+    layout = rx.shard_rules(model, mesh)
     placed = jax.tree.map(
         lambda x, s: x if s is None else struct(x.shape, x.dtype, sharding=s),
         model,
@@ -507,7 +512,9 @@ def test_the_cache_is_there_once():
             _generate, model, prompt, None, _Options(232, 0.0, None, None, (), 0)
         )
         assert 1 <= found / bytes_of(model, 232) <= 1.5
-    model, new, beams = make("llama", stacked=True, num_hidden_layers=16), 4, 8
+    model = make("llama", stacked=True, num_hidden_layers=16)
+    new = 4
+    beams = 8
     found = memory_of(
         _search, model, prompt, jnp.ones(()), Rules(new, beams, False, (), 0)
     )

@@ -70,11 +70,9 @@ def test_a_row_comes_from_a_process_of_its_own_and_costs_itself_if_it_fails():
     assert found["tokens_per_second"] == pytest.approx(
         LLAMA.batch * LLAMA.length / found["seconds"]
     )
-    size, inner, vocabulary = (
-        CONFIG.hidden_size,
-        CONFIG.intermediate_size,
-        CONFIG.vocab_size,
-    )
+    size = CONFIG.hidden_size
+    inner = CONFIG.intermediate_size
+    vocabulary = CONFIG.vocab_size
     by_layer = 4 * size**2 + 3 * size * inner + 2 * size
     assert found["num_parameters"] == 2 * by_layer + 2 * vocabulary * size + size
     assert found["losses"][1] < found["losses"][0]

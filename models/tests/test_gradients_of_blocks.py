@@ -90,7 +90,8 @@ def assert_close(found: Any, wanted: Any) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_the_product_of_the_hessian_with_a_direction() -> None:
-    on, split = mesh_of("2x2x2"), {"remat": "full", **SPLIT}
+    on = mesh_of("2x2x2")
+    split = {"remat": "full", **SPLIT}
     model, direction = (make_model(seed, **split) for seed in (0, 1))
     model, direction = (
         eqx.filter_shard(x, rx.shard_rules(x, on)) for x in (model, direction)
@@ -116,7 +117,8 @@ WAYS = [("tensor8", SPLIT, 1), ("2x2x2", {"remat": "row_out"}, 2)]
 def test_a_step_of_meta_learning(
     mesh: str, options: dict[str, Any], num_chunks: int
 ) -> None:
-    on, model = mesh_of(mesh), make_model(**options)
+    on = mesh_of(mesh)
+    model = make_model(**options)
     shardings = rx.shard_rules(model, on)
     state = rx.init_state(
         eqx.filter_shard(model, shardings), OPTIMIZER, key=jax.random.key(0)

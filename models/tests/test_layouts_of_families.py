@@ -16,7 +16,8 @@ FEW = ("LLaMA, stacked", "GPT-2")
     "name", [*FEW, *in_long(*(name for name in FAMILIES if name not in FEW))]
 )
 def test_families_are_laid_out_as_by_paths_and_what_blocks_add_first_is_predicted(name):
-    case, mesh = FAMILIES[name], mesh_of("data2xtensor4")
+    case = FAMILIES[name]
+    mesh = mesh_of("data2xtensor4")
     explanation = rx.explain(case.model, mesh, loss_fn=case.loss, batch=case.batch)
     specs = {path: d.spec for path, d in explanation.decisions.items()}
     assert specs == {path: d.spec for path, d in decide(case.model, mesh).items()}
@@ -43,10 +44,8 @@ def test_what_is_gathered_over_fsdp_is_predicted(name, axes, vocabulary):
     sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=vocabulary)
     case = workloads.family_case(name, sizes, stacked=True, sequence_parallel=False)
     mesh = rx.make_mesh(**axes)
-    model, of_step = (
-        abstract(case.make_model),
-        {"loss_fn": case.loss_fn, "batch": case.batch},
-    )
+    model = abstract(case.make_model)
+    of_step = {"loss_fn": case.loss_fn, "batch": case.batch}
     predicted = rx.explain(model, mesh, **of_step).communication
     assert predicted is not None
     # Weights and rows: the norm of the gradients, which a step also sends, is some

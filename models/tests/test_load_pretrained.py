@@ -38,7 +38,8 @@ LAYOUTS: list[Any] = [
 def test_arrays_are_those_of_the_file_and_no_number_is_read_twice(
     tmp_path, monkeypatch, family, axes, stacked
 ):
-    reads, read = [], Stored.read
+    reads = []
+    read = Stored.read
 
     def counting(self, index):
         array = read(self, index)

@@ -51,7 +51,8 @@ def with_noise(adapted: Any) -> Any:
 
 
 def test_a_branch_starts_at_nothing_and_merges_into_its_base(tmp_path):
-    model, mesh = llama(True), rx.make_mesh(tensor=4)
+    model = llama(True)
+    mesh = rx.make_mesh(tensor=4)
     expected = logits_of(model)
     adapted = adapt(model, mesh)
     np.testing.assert_allclose(logits_of(adapted), expected, atol=1e-6)
@@ -158,7 +159,8 @@ def saved(directory: Any, stacked: bool = False) -> Any:
 @pytest.mark.parametrize("stacked", [False, True])
 def test_branches_come_back_bit_for_bit_on_any_mesh(stacked, tmp_path):
     """Into layers that are stacked, whether those that were written were or not."""
-    written, mesh = saved(tmp_path, stacked), rx.make_mesh(tensor=2, fsdp=2)
+    written = saved(tmp_path, stacked)
+    mesh = rx.make_mesh(tensor=2, fsdp=2)
     base = eqx.filter_shard(llama(True), rx.shard_rules(llama(True), mesh))
     found = models.load_lora(base, tmp_path)
     if stacked:

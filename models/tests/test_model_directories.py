@@ -33,7 +33,8 @@ from redco_eqx_models._files import load, writer
 from redco_eqx_models._files.directory import tag_of
 
 PROGRAM = pathlib.Path(__file__).with_name("_saving_over_and_over.py")
-ONE, SEVERAL = 10**9, 20_000
+ONE = 10**9
+SEVERAL = 20_000
 KEY = jax.random.key(0)
 
 
@@ -168,7 +169,8 @@ def test_a_killed_save_leaves_weights_and_configurations_of_one_model(
         save_pretrained, loaded[1], max_shard_bytes=after, card="the card of 1"
     )
     wanted = [seeds_of(model) for model in loaded]
-    seen, mixed = [], 0
+    seen = []
+    mixed = 0
     for directory in at_every_instant(monkeypatch, tmp_path, tmp_path / "start", save):
         found = seeds_of(quiet_load(directory))
         assert found in wanted
@@ -347,7 +349,8 @@ KILLS = [("save_pretrained", 1), *in_long(("save_lora", 5), ("save_pretrained", 
 def test_programs_that_are_killed_while_they_save_to_one_directory(
     tmp_path, kind, rounds
 ):
-    target, draw = tmp_path / "target", random.Random(0)
+    target = tmp_path / "target"
+    draw = random.Random(0)
     for _ in range(rounds):
         programs = start_writers(tmp_path, target, kind, 10**6)
         time.sleep(1.0)  # until something has been saved
@@ -480,10 +483,8 @@ def test_a_load_during_a_save_is_of_one_model(tmp_path, monkeypatch, max_shard_b
         for seed in range(2)
     ]
     save_pretrained(both[0], tmp_path / "target", max_shard_bytes=max_shard_bytes)
-    read, saves = (
-        registry.read_family,
-        [lambda: save_pretrained(both[1], tmp_path / "target")],
-    )
+    read = registry.read_family
+    saves = [lambda: save_pretrained(both[1], tmp_path / "target")]
 
     def read_during_save(*arguments):
         found = read(*arguments)
@@ -558,7 +559,8 @@ def test_the_part_of_an_interrupted_save_is_in_force_with_a_warning(
         load_pretrained(make_directory(tmp_path / "old", 0)), tmp_path / "model"
     )
     new = load_pretrained(make_directory(tmp_path / "new", 1))
-    replace, names = os.replace, []
+    replace = os.replace
+    names = []
 
     def stop(source, target):
         if str(target).endswith("config.json"):

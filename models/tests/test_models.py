@@ -76,7 +76,8 @@ def count_draws(program: Any) -> int:
 
 @pytest.mark.parametrize("name", SITES)
 def test_each_rate_drops_at_its_places_with_a_key_in_training_mode(name):
-    batch, stacked = inputs(name), name != "unet"
+    batch = inputs(name)
+    stacked = name != "unet"
     zero = dict.fromkeys(
         [*SITES[name], *(SITES["bert_labels"] if "roberta" in name else ())], 0.0
     )
@@ -212,7 +213,8 @@ def test_a_buffer_is_never_trained_and_part_of_the_head():
         rx.init_state, optimizer=optax.sgd(1.0), key=jax.random.key(0)
     )
     for name in ("bart", "vit_gpt2"):
-        shape, model = abstract(name), make(name)
+        shape = abstract(name)
+        model = make(name)
         placed = eqx.filter_shard(model, shard_rules(model, mesh_of("data2xtensor4")))
         for one in (shape, model, placed):
             assert set(frozen(one).frozen) == set(shape.buffers) != set()

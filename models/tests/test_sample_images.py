@@ -229,7 +229,9 @@ def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_m
     prediction_type,
 ):
     scheduler = DDIMScheduler(prediction_type=prediction_type)
-    clean, noise, timesteps = normal(0), normal(1), jnp.asarray([10, 700])
+    clean = normal(0)
+    noise = normal(1)
+    timesteps = jnp.asarray([10, 700])
     noisy = scheduler.add_noise(clean, noise, timesteps)
     share = scheduler.alphas_cumprod[np.asarray(timesteps)][:, None, None]
     np.testing.assert_allclose(

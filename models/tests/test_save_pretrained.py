@@ -86,7 +86,8 @@ def test_every_bit_comes_back_whatever_the_layout(tmp_path):
     """Every pattern of bits may come, also of NaN and infinity. Layout and layers do
     not show in the files."""
     for kind in map(np.dtype, (jnp.bfloat16, np.float16, np.float32)):
-        rng, integers = np.random.default_rng(1), np.dtype(f"u{kind.itemsize}")
+        rng = np.random.default_rng(1)
+        integers = np.dtype(f"u{kind.itemsize}")
         arrays = {
             key: rng.integers(0, 2 ** (8 * kind.itemsize), shape, integers).view(kind)
             for key, shape in shapes_of("gpt2").items()
@@ -138,7 +139,8 @@ def test_files_up_to_a_size(tmp_path):
         if limit == 10**9:
             assert ([*contents], (directory / INDEX).exists()) == ([SINGLE], False)
         else:
-            num, index = len(files), json.loads((directory / INDEX).read_text())
+            num = len(files)
+            index = json.loads((directory / INDEX).read_text())
             assert [*contents] == [
                 f"model-{i + 1:05d}-of-{num:05d}.safetensors" for i in range(num)
             ]
@@ -271,7 +273,9 @@ def old_and_new(tmp_path_factory):
     return found
 
 
-ONE, SEVERAL, MORE = 10**9, 140_000, 100_000
+ONE = 10**9
+SEVERAL = 140_000
+MORE = 100_000
 
 
 SAVES = [
@@ -293,7 +297,9 @@ def test_interrupted_save_leaves_one_whole(
     old, new = old_and_new[0], old_and_new[1 if config == "same config" else 2]
     both = {"old": old, "new": new}
     wanted = {name: in_file_form(one) for name, one in both.items()}
-    seen, at, num_calls = [], 0, 0
+    seen = []
+    at = 0
+    num_calls = 0
     # Counted below; the disk is not what is tested.
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     save_pretrained(old, tmp_path / "old", max_shard_bytes=before)
@@ -399,7 +405,8 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
 def test_links_are_copied_only_from_the_checkpoint_and_the_hubs_cache(tmp_path):
     """As `huggingface_hub` has it: the names in a snapshot link to blobs."""
     repository, secret = tmp_path / "models--me--gpt2", tmp_path / "secret.json"
-    snapshot, blob = repository / "snapshots" / "0f", repository / "blobs" / ("0a" * 20)
+    snapshot = repository / "snapshots" / "0f"
+    blob = repository / "blobs" / ("0a" * 20)
     snapshot.mkdir(parents=True)
     write(snapshot, "gpt2", make_arrays("gpt2"))
     blob.parent.mkdir()
@@ -436,7 +443,8 @@ def test_the_home_directory_is_meant_by_a_tilde(tmp_path, monkeypatch):
 
 
 def test_a_tag_of_another_form_is_not_taken_for_a_part_of_a_name(tmp_path):
-    file, arrays = tmp_path / "file" / SINGLE, make_arrays("gpt2")
+    file = tmp_path / "file" / SINGLE
+    arrays = make_arrays("gpt2")
     write(tmp_path / "file", "gpt2", arrays)
     index = write(tmp_path / "index", "gpt2", arrays, num_files=2) / INDEX
     raw = json.loads(index.read_text())
@@ -457,7 +465,8 @@ def test_a_tag_of_another_form_is_not_taken_for_a_part_of_a_name(tmp_path):
 
 def test_models_of_images_have_files_of_their_own(tmp_path):
     """Those of a model of text beside them are not touched, and not taken."""
-    stem, model = "diffusion_pytorch_model.safetensors", make("vae")
+    stem = "diffusion_pytorch_model.safetensors"
+    model = make("vae")
     save_pretrained(make("vae", norm_num_groups=4), tmp_path, max_shard_bytes=2**14)
     files = set(
         json.loads((tmp_path / f"{stem}.index.json").read_text())["weight_map"].values()
@@ -494,7 +503,8 @@ def test_neither_loading_nor_saving_holds_the_model(tmp_path):
     in its memory."""
     big = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8)
     save_pretrained(big, tmp_path / "old")
-    size, mesh = (tmp_path / "old" / SINGLE).stat().st_size, rx.make_mesh(fsdp=8)
+    size = (tmp_path / "old" / SINGLE).stat().st_size
+    mesh = rx.make_mesh(fsdp=8)
     tracemalloc.start()
     model = load_pretrained(tmp_path / "old", mesh)
     held, loading = tracemalloc.get_traced_memory()

@@ -44,10 +44,8 @@ def counts(found: Communication, case: workloads.Case, mesh: Any) -> dict[Any, i
     ("name", "in_layer", "others"), [("LLaMA", 9, 3), ("GPT-J", 10, 5)]
 )
 def test_a_step_over_tensor_and_data_moves_the_least(name, in_layer, others):
-    mesh, (case, found) = (
-        mesh_of("data2xtensor4"),
-        step_of(name, "data2xtensor4", sequence_parallel=False),
-    )
+    mesh = mesh_of("data2xtensor4")
+    case, found = step_of(name, "data2xtensor4", sequence_parallel=False)
     # The whole dict: no all-gather, of a weight or of anything else, and nothing over
     # both axes.
     expected = {
@@ -69,7 +67,8 @@ def test_a_step_over_tensor_and_data_moves_the_least(name, in_layer, others):
 def test_a_users_own_layers_reduce_twice_forward():
     # Backward the CPU compiler reduces for query, key and value apart; TPU's adds first
     # (tests/aot).
-    case, mesh = workloads.quickstart_case(), mesh_of("data2xtensor4")
+    case = workloads.quickstart_case()
+    mesh = mesh_of("data2xtensor4")
     forward, step = (
         collectives.step_communication(case, mesh, train=train)
         for train in (False, True)
@@ -85,10 +84,8 @@ def test_a_users_own_layers_reduce_twice_forward():
 def test_a_stream_split_along_the_tokens_moves_the_bytes_of_one_that_is_whole(name):
     """An all-reduce of a stream for each part that is added to it, and again backward,
     in two halves each."""
-    mesh, (case, found) = (
-        mesh_of("data2xtensor4"),
-        step_of(name, "data2xtensor4", sequence_parallel=True),
-    )
+    mesh = mesh_of("data2xtensor4")
+    case, found = step_of(name, "data2xtensor4", sequence_parallel=True)
     streams = [
         c
         for c in found

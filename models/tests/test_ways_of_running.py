@@ -46,7 +46,8 @@ PADDED = [
 
 @pytest.mark.parametrize(("name", "sides"), PADDED)
 def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
-    model, (read, *written) = make(name), inputs(name)
+    model = make(name)
+    read, *written = inputs(name)
     others = [(padded(read, before), before) for before in sides] or [((read, None), 0)]
 
     @eqx.filter_jit
@@ -70,10 +71,12 @@ def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
 def test_layers_of_a_list_are_traced_once_if_they_are_equal_but_for_their_arrays(
     monkeypatch,
 ):
-    model, (text,) = make("llama", num_hidden_layers=4), inputs("llama")
+    model = make("llama", num_hidden_layers=4)
+    (text,) = inputs("llama")
     other = make("llama", num_hidden_layers=4, hidden_act="relu")
     odd = eqx.tree_at(lambda m: m.model.layers[2].mlp, model, other.model.layers[2].mlp)
-    call, traced = LlamaDecoderLayer.__call__, []
+    call = LlamaDecoderLayer.__call__
+    traced = []
     monkeypatch.setattr(
         LlamaDecoderLayer,
         "__call__",
@@ -107,7 +110,9 @@ class Watched(eqx.Module):
 
 
 def test_a_module_of_ones_own_in_a_layer_is_called_in_each_layer():
-    model, (text,), stored = make("llama", num_hidden_layers=3), inputs("llama"), []
+    model = make("llama", num_hidden_layers=3)
+    (text,) = inputs("llama")
+    stored = []
     own = [Watched(x.mlp, i, stored) for x, i in zip(model.model.layers, (1, True, 1))]
     model = eqx.tree_at(lambda m: [x.mlp for x in m.model.layers], model, own)
     arrays, static = eqx.partition(model, eqx.is_array)
@@ -128,7 +133,8 @@ def test_a_module_of_ones_own_in_a_layer_is_called_in_each_layer():
 def test_in_pieces_with_a_cache_equals_at_once():
     """The model has a window; a row is padded on the left, and has to count from
     there."""
-    model, (text,) = make("mistral"), inputs("mistral")
+    model = make("mistral")
+    (text,) = inputs("mistral")
     mask = jnp.asarray([[1] * LENGTH, [0] * 3 + [1] * (LENGTH - 3)])
     run = eqx.filter_jit(
         lambda model, text, mask, cache=None: model(
@@ -136,7 +142,8 @@ def test_in_pieces_with_a_cache_equals_at_once():
         )
     )
     whole = run(model, text, mask)
-    cache, outputs = model.init_cache(2, LENGTH + 2), []
+    cache = model.init_cache(2, LENGTH + 2)
+    outputs = []
     for piece in np.split(np.arange(LENGTH), 2):
         output, cache = run(model, text[:, piece], mask[:, piece], cache)
         outputs.append(output)
@@ -157,7 +164,9 @@ RATES = {
 def test_stacked_and_rematerialised_has_the_gradient_of_a_list_of_layers(name, remats):
     """With dropout: the same keys must reach the same layers."""
     rates: dict[str, Any] = dict.fromkeys(RATES[name], 0.3)
-    model, batch, key = make(name, **rates), inputs(name), jax.random.key(3)
+    model = make(name, **rates)
+    batch = inputs(name)
+    key = jax.random.key(3)
     gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
     loss, gradient = gradient_of(model, batch, key)
     assert abs(loss - gradient_of(model, batch, jax.random.key(4))[0]) > 1e-3
@@ -205,7 +214,8 @@ def updated(name: str, mesh_name: str, sequence_parallel: bool | None = False) -
     if name not in ("unet", "vae", "bart"):
         model = restack(model, sequence_parallel=sequence_parallel)
     new = stepped(model, inputs(name, 8), mesh_of(mesh_name), loss_fn, optax.sgd(1.0))
-    params, loss = to_arrays(new.state.model), new.metrics["loss"].value
+    params = to_arrays(new.state.model)
+    loss = new.metrics["loss"].value
     return jax.device_get((params, loss)), jax.device_get(to_arrays(model))
 
 
@@ -246,11 +256,9 @@ def test_a_step_is_the_same_on_every_mesh(
 )
 def test_gradients_in_low_precision_over_tensor(name, dtype):
     """`cast` inside the loss, over float32 parameters, as the README has it."""
-    model, batch, mesh = (
-        make(name, stacked=True),
-        inputs(name, 4),
-        mesh_of("data2xtensor4"),
-    )
+    model = make(name, stacked=True)
+    batch = inputs(name, 4)
+    mesh = mesh_of("data2xtensor4")
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad

@@ -211,10 +211,8 @@ def telling(
 
 def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
     """The same arrays (layers in a list) in a model of other options."""
-    make, arrays = (
-        functools.partial(type(model), model.config, stacked=stacked, **options),
-        to_arrays(model),
-    )
+    make = functools.partial(type(model), model.config, stacked=stacked, **options)
+    arrays = to_arrays(model)
     shape = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
     pieces = {
         key: arrays[e.path][index] for e in entries_of(model) for index, key in e.places
@@ -273,7 +271,8 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         images = model.decode(mean + 0.5 * jnp.exp(log_variance / 2))
         return jnp.mean(jnp.square(images - batch[0])) + 0.01 * kl
     if isinstance(model, models.EncoderDecoder):
-        hidden, text = model.hidden_states(*batch, key=key), batch[1]
+        hidden = model.hidden_states(*batch, key=key)
+        text = batch[1]
         return cross_entropy(
             hidden, model.head, text, sequence_parallel=model.sequence_parallel
         ).value

@@ -49,7 +49,8 @@ ZOO = {
 
 @pytest.mark.parametrize("name", ZOO)
 def test_predictions_for_the_zoo(name):
-    entry, mesh = BY_NAME[name], topology.mesh("v4:2x2x2", tensor=4)
+    entry = BY_NAME[name]
+    mesh = topology.mesh("v4:2x2x2", tensor=4)
     model, batch = eqx.filter_eval_shape(entry.make, jax.random.key(0)), entry.inputs(8)
 
     def loss(model: Any, batch: Any, key: Any) -> Any:

@@ -143,7 +143,8 @@ def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
     )
     assert found == dict.fromkeys(specs, expected_words(x))
     # What is not finite is told.
-    x[5, 5], y = np.nan, np.full(2, -np.inf, np.float32)
+    x[5, 5] = np.nan
+    y = np.full(2, -np.inf, np.float32)
     split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("tensor", "fsdp")))
     mixed: Any = {"good": normal.astype(np.float32), "nan": split, "inf": y}
     assert array_checksums(mixed)[1] == ["nan", "inf"]
@@ -419,7 +420,8 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path: pathlib.Path) -> None:
     whole = largest.read_bytes()
     num_found = 0
     for _ in range(20):
-        data, bit = bytearray(whole), int(draw.integers(len(whole) * 8))
+        data = bytearray(whole)
+        bit = int(draw.integers(len(whole) * 8))
         data[bit // 8] ^= 1 << bit % 8
         largest.write_bytes(data)
         num_found += "is damaged" in (refusal(tmp_path, state) or "harmless")

@@ -27,7 +27,8 @@ from fit_helpers import (
 import redco_eqx as rx
 from redco_eqx._step import compile_cache
 
-EXAMPLES, KEY = make_examples(14), jax.random.key(1)
+EXAMPLES = make_examples(14)
+KEY = jax.random.key(1)
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +266,8 @@ def test_results_with_other_static_values_are_told_apart() -> None:
 
 
 def test_options_of_jax_count() -> None:
-    state, loss_fn = linear_state(), make_loss()
+    state = linear_state()
+    loss_fn = make_loss()
     for precision, number in (("float32", 1), ("bfloat16", 1), ("float32", 0)):
         with jax.default_matmul_precision(precision), compilations() as compiled:
             evaluate(state, loss_fn)

@@ -66,7 +66,8 @@ def test_kinds_axes_and_bytes(order: list[int]) -> None:
         AXES,
         axis_types=(AxisType.Auto,) * 3,
     )
-    ring, swap = [(i, (i + 1) % 4) for i in range(4)], [(0, 1), (1, 0)]
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    swap = [(0, 1), (1, 0)]
     transpose = partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True)
     cases: list[tuple[Any, Any, str, int, int]] = [
         (lax.psum, ("data",), "all-reduce", 256, 256),
@@ -220,10 +221,8 @@ def test_totals_and_table() -> None:
         collective("all-reduce", "tensor", operation="jit(f)/transpose(jvp())/x"),
         collective("all-reduce", "data", "fsdp", result_bytes=4, source=""),
     )
-    found, kinds = (
-        Communication(collectives),
-        ("all-reduce", "all-gather", "all-reduce"),
-    )
+    found = Communication(collectives)
+    kinds = ("all-reduce", "all-gather", "all-reduce")
     counts = zip(kinds, (("tensor",), ("fsdp",), ("data", "fsdp")), (14, 3, 1))
     assert list(found.counts.items()) == [
         ((kind, axes), count) for kind, axes, count in counts

@@ -196,11 +196,9 @@ def loop(
     return module(entry, compare, body, condition)
 
 
-LESS, NOT, FROM_30 = (
-    "compare(%i, %limit), direction=LT",
-    "compare(%i, %limit), direction=NE",
-    "constant(30)",
-)
+LESS = "compare(%i, %limit), direction=LT"
+NOT = "compare(%i, %limit), direction=NE"
+FROM_30 = "constant(30)"
 TRIPS: list[tuple[dict[str, str], int | None]] = [
     ({}, 10),
     ({"step": "constant(3)"}, 4),

@@ -41,7 +41,8 @@ class Counting:
     """A sequence of the numbers below `n` that remembers what was read."""
 
     def __init__(self, n):
-        self.n, self.read = n, []
+        self.n = n
+        self.read = []
 
     def __len__(self):
         return self.n
@@ -128,7 +129,8 @@ def test_no_example_lost_or_counted_twice(
 
 @pytest.mark.parametrize("name", MESHES)
 def test_placed_batch_is_the_collated_one(name):
-    mesh, collated = make_mesh(**MESHES[name]), []
+    mesh = make_mesh(**MESHES[name])
+    collated = []
 
     def remember(examples):
         assert threading.current_thread() is threading.main_thread()  # without prefetch
@@ -324,7 +326,8 @@ def test_exception_arrives_at_its_batch(error):
 
 
 def test_workers_collate_at_the_same_time_and_keep_the_order():
-    threads, all_in = set(), threading.Barrier(4, timeout=10)
+    threads = set()
+    all_in = threading.Barrier(4, timeout=10)
 
     def uneven(examples):
         """Takes longer for earlier examples, so that workers overtake each other."""
@@ -660,7 +663,8 @@ def test_it_is_uniform():
 def test_the_walk_through_a_long_epoch_is_uniform():
     """In a long epoch, check the origin of the first examples, and the distance between
     neighbours."""
-    n, num = 10**9 + 7, 200_000
+    n = 10**9 + 7
+    num = 200_000
     numbers = epoch_order(n, KEY, 0)(np.arange(num))
     for x in (numbers, np.diff(numbers) % n):
         assert (

@@ -82,7 +82,8 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(
     for at in range(1, 7):
         _, place = taken(epochs_of(new()), at)[-1]
         # As a checkpoint has them.
-        positions, said = json.loads(json.dumps(place.positions)), []
+        positions = json.loads(json.dumps(place.positions))
+        said = []
         rest = taken(
             epochs_of(new()),
             8 - at,
@@ -107,7 +108,8 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(
 def resumed(make: Any, at: int = 2, positions: Any = None, **options: Any) -> Any:
     """Return a new stream's batches after `at` batches of another, the other's batches,
     and the messages."""
-    whole, said = taken(epochs_of(rx.Stream(make())), 3), []
+    whole = taken(epochs_of(rx.Stream(make())), 3)
+    said = []
     _, place = taken(epochs_of(rx.Stream(make())), at)[-1]
     place = place._replace(positions=positions or place.positions)
     rest = taken(
@@ -189,7 +191,8 @@ def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_agai
         )
         assert found == expected
         assert "read again from its beginning: 16" in said
-    whole, said = taken(epochs_of(KINDS["iterable with a state"](range(NUM))), 5), []
+    whole = taken(epochs_of(KINDS["iterable with a state"](range(NUM))), 5)
+    said = []
     _, place = whole[1]
     assert place.positions[0].state is not None
     for positions in (place.positions, None):

@@ -27,7 +27,8 @@ COLUMN_ROW_BY_GROUP = {"up": (None, None, "tensor"), "down": (None, "tensor")}
 
 def weights(*lead: int) -> Any:
     def make(key: Any) -> Any:
-        normal, (up, down) = jax.random.normal, jax.random.split(key)
+        normal = jax.random.normal
+        up, down = jax.random.split(key)
         up, down = normal(up, (*lead, DIM, HIDDEN)), normal(down, (*lead, HIDDEN, DIM))
         return {"up": up / DIM**0.5, "down": down / HIDDEN**0.5}
 
@@ -151,7 +152,8 @@ SOLVES_AND_GROUPS = {entry.name: entry for entry in _ENTRIES}
 
 # Layouts by the program.
 
-MESH, ROWS = abstract_mesh(data=2, tensor=4), 8
+MESH = abstract_mesh(data=2, tensor=4)
+ROWS = 8
 PROGRAMS = {**BY_NAME, **SOLVES_AND_GROUPS}
 
 

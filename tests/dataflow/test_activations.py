@@ -206,7 +206,8 @@ def model_of(case: str) -> Any:
 
 
 def step_of(case: str, mesh: Any, loss_fn: Any, **options: Any) -> Stepped:
-    model, batch = model_of(case), CASES[case][2]
+    model = model_of(case)
+    batch = CASES[case][2]
     shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
     return stepped(model, batch, mesh, loss_fn, SGD, shardings=shardings, **options)
 
@@ -267,7 +268,8 @@ def test_bytes_are_those_predicted_and_fewer(
     case: str, mesh: str, at_most: float | None
 ) -> None:
     make, loss_fn, batch = CASES[case]
-    devices, marked = mesh_of(mesh), rx.split_activations(loss_fn)
+    devices = mesh_of(mesh)
+    marked = rx.split_activations(loss_fn)
     found = rx.explain(
         abstract(make), devices, loss_fn=marked, batch=batch
     ).communication
@@ -293,15 +295,11 @@ def test_bytes_are_those_predicted_and_fewer(
 
 def test_the_gradient_of_a_weight_that_is_stored_split_is_not_gathered() -> None:
     """The weight itself and that of the other layer are, once."""
-    mesh, (_, loss_fn, batch), model = (
-        mesh_of("data2xtensor4"),
-        CASES["tokens"],
-        model_of("tokens"),
-    )
-    split, overrides = (
-        rx.split_activations(loss_fn),
-        [("0.layers.0.weight", P(("fsdp", "tensor")))],
-    )
+    mesh = mesh_of("data2xtensor4")
+    _, loss_fn, batch = CASES["tokens"]
+    model = model_of("tokens")
+    split = rx.split_activations(loss_fn)
+    overrides = [("0.layers.0.weight", P(("fsdp", "tensor")))]
     shardings = rx.shard_rules(
         model, mesh, loss_fn=split, batch=batch, overrides=overrides
     )
@@ -315,7 +313,10 @@ def test_the_gradient_of_a_weight_that_is_stored_split_is_not_gathered() -> None
 
 
 def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
-    model, batch, seen, found = model_of("tokens"), CASES["tokens"][2], [], []
+    model = model_of("tokens")
+    batch = CASES["tokens"][2]
+    seen = []
+    found = []
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         x = jax.vmap(partial(tokens, model))(batch["rows"])
@@ -369,8 +370,10 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
 
 
 def test_microbatches_evaluations_and_predictions() -> None:
-    mesh, (_, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["attention"]
-    one, split = on("attention", "one").state, rx.split_activations(loss_fn)
+    mesh = mesh_of("data2xtensor4")
+    _, loss_fn, batch = CASES["attention"]
+    one = on("attention", "one").state
+    split = rx.split_activations(loss_fn)
     state = step_of("attention", mesh, split, num_microbatches=2).state
     assert_close(state.params, one.params, **OF_PARAMETERS)
 
@@ -398,12 +401,11 @@ def test_microbatches_evaluations_and_predictions() -> None:
 
 def test_under_scan_and_vmap() -> None:
     """The step is a function like any other; `vmap` may be over an axis of the mesh."""
-    mesh, (_, loss_fn, batch), model = (
-        mesh_of("data2xtensor4"),
-        CASES["tokens"],
-        model_of("tokens"),
-    )
-    two, results = np.stack([batch[:, :32], batch[:, 32:64]]), []
+    mesh = mesh_of("data2xtensor4")
+    _, loss_fn, batch = CASES["tokens"]
+    model = model_of("tokens")
+    two = np.stack([batch[:, :32], batch[:, 32:64]])
+    results = []
     for where, loss in (
         (mesh_of("one"), loss_fn),
         (mesh, rx.split_activations(loss_fn)),
@@ -478,11 +480,9 @@ def test_layers_that_are_alike_are_decided_once(
     """The integer program does not grow with the number of layers, and the layout costs
     what it would cost if each layer were decided alone: the layers of an MLP still
     alternate."""
-    loss_fn, spy, sent = (
-        rx.split_activations(squares(apply)),
-        mock.Mock(wraps=search.cheapest),
-        [],
-    )
+    loss_fn = rx.split_activations(squares(apply))
+    spy = mock.Mock(wraps=search.cheapest)
+    sent = []
     monkeypatch.setattr(solution, "cheapest", spy)
     for n, apart in ((17, 4), (21, 4), (17, 100)):
         monkeypatch.setattr(solution, "NUM_APART", apart)
@@ -497,8 +497,10 @@ def test_layers_that_are_alike_are_decided_once(
 
 def test_what_was_decided_stays() -> None:
     """The layout of the parameters, with an override and without."""
-    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
-    model, split = abstract(make), rx.split_activations(loss_fn)
+    mesh = mesh_of("data2xtensor4")
+    make, loss_fn, batch = CASES["tokens"]
+    model = abstract(make)
+    split = rx.split_activations(loss_fn)
     path = "0.layers.0.weight"
     for overrides in ((), [(path, P(None, "tensor"))]):
         plain = rx.explain(
@@ -539,7 +541,8 @@ def test_a_search_without_an_answer_leaves_it_to_the_compiler(
         raise ValueError("no layout fits: limit reached")
 
     monkeypatch.setattr(solution, "solve", solve)
-    mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
+    mesh = mesh_of("data2xtensor4")
+    _, loss_fn, _ = CASES["tokens"]
     with pytest.warns(
         rx.errors.ShardingWarning, match="left to the compiler: no layout fits"
     ):

@@ -5,7 +5,8 @@ from redco_eqx._dataflow.values import new_dim, pin, resolve, unify
 
 
 def test_a_pin_goes_to_every_factor_and_stays():
-    dim, other = new_dim(12), (*new_dim(3), *new_dim(4))
+    dim = new_dim(12)
+    other = (*new_dim(3), *new_dim(4))
     pin(dim, "the batch")
     assert unify(other, dim)
     assert [atom.pin for atom in resolve(other)] == ["the batch"] * 2

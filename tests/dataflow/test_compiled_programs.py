@@ -51,7 +51,8 @@ CASES += [("experts_of_rows", "data2xtensor4")]
 def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_name):
     """In float64, by plain JAX, and by a step whose optimizer keeps the gradient: a
     trace of decay 0."""
-    entry, mesh = PROGRAMS[name], mesh_of(mesh_name)
+    entry = PROGRAMS[name]
+    mesh = mesh_of(mesh_name)
     with jax.enable_x64(True):
         model = filled(abstract(entry.make), jnp.float64, 0)
         batch = {
@@ -152,10 +153,8 @@ def int8_weights(key: Any) -> Any:
     }
 
 
-OF_INPUTS, OF_CELL = (
-    P(None, "tensor"),
-    ("cell.weight_ih", "cell.weight_hh", "cell.bias"),
-)
+OF_INPUTS = P(None, "tensor")
+OF_CELL = ("cell.weight_ih", "cell.weight_hh", "cell.bias")
 STRANGE = [
     (
         iterated,
@@ -188,7 +187,8 @@ def test_an_index_along_both_dims_frozen_integers_and_gates_are_predicted(
     def mean_square(model: Any, batch: Any, key: Any) -> Any:
         return jnp.mean(jax.vmap(partial(apply, model))(batch) ** 2)
 
-    model, batch = abstract(make), jax.ShapeDtypeStruct((ROWS, *shape), jnp.float32)
+    model = abstract(make)
+    batch = jax.ShapeDtypeStruct((ROWS, *shape), jnp.float32)
     explanation = rx.explain(model, MESH, loss_fn=mean_square, batch=batch)
     specs = specs_of(explanation)
     if expected is None:

@@ -47,7 +47,8 @@ def test_fsdp_splits_a_dim_without_pieces_if_it_can():
         q, k, v = jnp.moveaxis((batch["x"] @ model["qkv"].T).reshape(-1, 3, 64), 1, 0)
         return jnp.mean(jax.nn.softmax(q @ k.T) @ v)
 
-    model, batch = {"qkv": jax.ShapeDtypeStruct((192, 96), jnp.float32)}, rows(24, 96)
+    model = {"qkv": jax.ShapeDtypeStruct((192, 96), jnp.float32)}
+    batch = rows(24, 96)
     for fsdp, spec in ((4, P(None, "fsdp")), (3, P("fsdp"))):
         mesh = helpers.abstract_mesh(fsdp=fsdp)
         assert (

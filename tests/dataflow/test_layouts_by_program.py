@@ -79,7 +79,8 @@ FAR |= {
 
 def test_layouts_are_those_by_hand_or_better_and_near_the_least():
     for name in PROGRAMS:
-        found, golden = specs_of(explained(name)), goldens(PROGRAMS[name])
+        found = specs_of(explained(name))
+        golden = goldens(PROGRAMS[name])
         differs = unlike(found, golden)
         assert bool(differs) == (name in {**BETTER, **WORSE}), (name, differs)
         ours = sent(explained(name))
@@ -99,7 +100,8 @@ def test_layouts_are_those_by_hand_or_better_and_near_the_least():
 def test_what_overrides_leave_goes_along_with_them():
     """A table that is split along its features: the stream is, too, which sends less
     than to gather it."""
-    entry, chosen = PROGRAMS["llama_gqa_refused"], P(None, "tensor")
+    entry = PROGRAMS["llama_gqa_refused"]
+    chosen = P(None, "tensor")
     overrides = [("embed_tokens.weight", chosen)]
     program = {"loss_fn": loss_of(entry), "batch": entry.inputs(ROWS)}
     steered = rx.explain(abstract(entry.make), MESH, overrides=overrides, **program)
@@ -161,7 +163,8 @@ def test_specs_divide_on_every_mesh():
         ("conv2d", 3),
         ("gru", 8),
     ):
-        entry, mesh = PROGRAMS[name], abstract_mesh(fsdp=2, tensor=tensor)
+        entry = PROGRAMS[name]
+        mesh = abstract_mesh(fsdp=2, tensor=tensor)
         for d in decide(
             abstract(entry.make), mesh, (), loss_of(entry), entry.inputs(ROWS)
         ).values():

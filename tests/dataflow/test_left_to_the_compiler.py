@@ -25,7 +25,8 @@ def through_host(layer: Any, x: Any) -> Any:
     """A loop whose body calls the host."""
 
     def trip(y: Any, _: Any) -> Any:
-        shape, held = jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y)
+        shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        held = jax.lax.stop_gradient(y)
         on_host = jax.pure_callback(lambda a: a, shape, held, vmap_method="expand_dims")
         return jnp.tanh(jax.vmap(layer)(y)) + on_host, None
 
@@ -48,7 +49,8 @@ def test_what_would_send_more_or_an_unknown_number_is_left_to_the_compiler(
 ) -> None:
     """The step is that of the plain loss, and says why; so does `explain`."""
     apply, reason = LEFT[case]
-    mesh, loss_fn = mesh_of("data2xtensor4"), partial(mean_square, apply)
+    mesh = mesh_of("data2xtensor4")
+    loss_fn = partial(mean_square, apply)
     model = filled(abstract(lambda key: eqx.nn.Linear(30, 30, key=key)), jnp.float32, 0)
     batch = np.ones((8, 64, 30), np.float32)
     marked = rx.split_activations(loss_fn)

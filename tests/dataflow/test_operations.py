@@ -155,13 +155,12 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
     """Rows that a split scale splits are gathered for a product, whose gradient takes
     them once more."""
     dims = (HIDDEN, times * HIDDEN) if is_first else (times * HIDDEN, HIDDEN)
-    model, batch = (
-        {"scale": shaped((HIDDEN,)), "up": shaped(dims)},
-        shaped((ROWS, LENGTH, HIDDEN)),
-    )
+    model = {"scale": shaped((HIDDEN,)), "up": shaped(dims)}
+    batch = shaped((ROWS, LENGTH, HIDDEN))
 
     def loss(model, batch, key):
-        x, up = jnp.tanh(batch * model["scale"]), model["up"]
+        x = jnp.tanh(batch * model["scale"])
+        up = model["up"]
         out = x @ up if is_first else jax.vmap(jax.vmap(lambda row: up @ row))(x)
         return jnp.mean(jnp.tanh(out) ** 2)
 

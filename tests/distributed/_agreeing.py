@@ -85,7 +85,8 @@ assert together(fail, OSError) == me
 said = error(lambda: together(lambda: fail(1, 2), OSError))
 expected = f"no disk on {me}" if me in (1, 2) else "on process 1: OSError: no disk on 1"
 assert said == f"OSError: {expected}", said
-mesh, names = rx.make_mesh(), process_names()
+mesh = rx.make_mesh()
+names = process_names()
 vote = Vote(mesh)
 answers = [vote(step * (me == 1), me) for step in range(1, 6)]
 assert answers == [None, None, *((step, number - 1) for step in (1, 2, 3))], answers
@@ -117,15 +118,14 @@ for (*other, start, usual, unusual), odd in itertools.product(UNLIKE, (0, 1)):
     call = other if me == odd else ("fit", FACTS)
     values = [unusual if process == odd else usual for process in range(number)]
     for order in (range(number), range(number)[::-1], ()):
-        said, known = "", range(number)
+        said = ""
+        known = range(number)
         if not order:
             said = str(error(agree, mesh, *call))
         for process in order:
             if process == me:
-                said, known = (
-                    str(error(agree, mesh, *call, wait=False)),
-                    order[: order.index(me)],
-                )
+                said = str(error(agree, mesh, *call, wait=False))
+                known = order[: order.index(me)]
             barrier()
         pairs = [
             sorted((me, i))
@@ -150,7 +150,8 @@ agree(mesh, "waiting", {})
 assert me or called.exists()
 
 # The store does not grow. A slow process is compared with what is still known.
-last, said = 3 * _NUM_KEPT, ""
+last = 3 * _NUM_KEPT
+said = ""
 for process in range(number):
     for i in range(last + 1 if process == me else 0):
         facts = {"x": "1" if (me, i) == (1, last) else "0"}

@@ -18,7 +18,8 @@ import optax
 
 import redco_eqx as rx
 
-directory, case = pathlib.Path(sys.argv[1]), sys.argv[2]
+directory = pathlib.Path(sys.argv[1])
+case = sys.argv[2]
 rx.initialize_distributed(leave_seconds=1.0)
 me, mesh, optimizer = jax.process_index(), rx.make_mesh(), optax.sgd(0.1)
 examples = [np.full(2, i, np.float32) for i in range(16)]
@@ -103,7 +104,8 @@ def slow(rows):
     return collate(rows)
 
 
-state, (kind, _, what) = state_of(), case.partition(" ")
+state = state_of()
+kind, _, what = case.partition(" ")
 if kind == "sys.exit":
     train(state, collate_fn=lambda rows: leave(rows, int(what)))
 elif kind == "hook":

@@ -451,10 +451,8 @@ def connect_to(port):
 
 
 def test_names_of_hosts_that_others_cannot_reach():
-    good, bad = (
-        Member(0, 2, "process 0", "a", "10.0.0.1"),
-        Member(1, 2, "process 1", "myhost", "127.0.1.1"),
-    )
+    good = Member(0, 2, "process 0", "a", "10.0.0.1")
+    bad = Member(1, 2, "process 1", "myhost", "127.0.1.1")
     with pytest.raises(
         RuntimeError, match=r"process 1: .* resolves to 127\.0\.1\.1.*/etc/hosts"
     ):

@@ -181,7 +181,8 @@ def test_a_process_without_beats_is_ended_and_shows_all_threads(tmp_path):
 
 def test_fit_tells_it_of_every_step(monkeypatch):
     """Steps of training, evaluation and prediction count."""
-    beats, beat = [], Watchdog.beat
+    beats = []
+    beat = Watchdog.beat
     monkeypatch.setattr(
         Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)]
     )

@@ -80,7 +80,9 @@ def _elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records(path: pathlib.Path) -> Iterator[bytes]:
     """Those of a file in LevelDB's log format, after a header of 7 bytes."""
-    data, at, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
         if left < 7:  # the end of a block, padded

@@ -35,7 +35,8 @@ def two_updates(model, mesh, stacked, optimizer):
         .lower(grads[0], state.opt_state, state.params)
         .compile()
     )
-    opt_state, found = state.opt_state, []
+    opt_state = state.opt_state
+    found = []
     for one in grads:
         updates, opt_state = update(one, opt_state, state.params)
         found.append(jax.tree.map(np.asarray, updates))

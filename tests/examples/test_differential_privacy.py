@@ -11,10 +11,8 @@ from differential_privacy import main as dp
 import redco_eqx as rx
 
 NUM = 16
-RNG, WEIGHT = (
-    np.random.default_rng(0),
-    np.array([1.0] * (NUM - 3) + [0.0] * 3, np.float32),
-)
+RNG = np.random.default_rng(0)
+WEIGHT = np.array([1.0] * (NUM - 3) + [0.0] * 3, np.float32)
 BATCH = dp.collate_fn(
     [(RNG.random((3, 3), np.float32) * 3, int(RNG.integers(10)), w) for w in WEIGHT]
 )

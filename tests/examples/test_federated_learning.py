@@ -53,10 +53,8 @@ def round_by_hand(params, train, rows):
     for batches in rows:
         own = params
         for batch in batches:
-            x, y = (
-                np.stack([train[i][0].ravel() for i in batch]),
-                np.array([train[i][1] for i in batch]),
-            )
+            x = np.stack([train[i][0].ravel() for i in batch])
+            y = np.array([train[i][1] for i in batch])
             own = jax.tree.map(lambda p, g: p - 0.1 * g, own, gradient(own, x, y))
         ends.append(own)
     return jax.tree.map(lambda *arrays: np.mean(arrays, axis=0), *ends)
@@ -79,15 +77,15 @@ def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(doub
     model = rx.init_model(
         lambda key: fed.make_model(key, side=8), mesh, key=jax.random.key(0)
     )
-    state, shardings = (
-        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)),
-        rx.shard_rules(model, mesh),
-    )
+    state = rx.init_state(model, OPTIMIZER, key=jax.random.key(1))
+    shardings = rx.shard_rules(model, mesh)
     step = functools.partial(
         rx.train_step, loss_fn=fed.loss_fn, optimizer=OPTIMIZER, shardings=shardings
     )
     run_round = jax.jit(functools.partial(fed.round_by_vmap, step=step))
-    data, server, expected = fed.collate_fn(train), state, layers_of(state)
+    data = fed.collate_fn(train)
+    server = state
+    expected = layers_of(state)
     with compilations() as compiled:
         for i in range(2):  # other clients each time
             server = fed.round_by_fit(server, train, rows_of(i, train), **FUNCTIONS)

@@ -18,7 +18,9 @@ TINY = ["--quick", "--beams", "2", "--batch-size", "16"]
 def write_coco(directory, split, num, seed):
     """Photographs of one colour, some of them upright, with captions of four words or
     more, as BLEU needs."""
-    random, images, annotations = np.random.default_rng(seed), [], []
+    random = np.random.default_rng(seed)
+    images = []
+    annotations = []
     (directory / split).mkdir(parents=True)
     for i in range(num):
         name = random.choice([*COLOURS])

@@ -308,7 +308,8 @@ def test_the_bigram_is_a_distribution(tokenizer):
     total = 0.0
     for token in range(len(tokenizer)):
         tokens, answer = np.zeros(16, np.int32), np.zeros(16, bool)
-        tokens[:2], answer[1] = (context["tokens"][0], token), True
+        tokens[:2] = (context["tokens"][0], token)
+        answer[1] = True
         unseen = {"tokens": tokens, "answer": answer, "num_bytes": np.float32(1)}
         total += 2 ** -code_data.bigram_bits(train, [unseen], len(tokenizer))
     assert total == pytest.approx(1, abs=1e-6)

@@ -106,11 +106,9 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
         an action."""
         i, t = rows.T
         acted = rollout["weight"][i, t]
-        observation, action, advantage = (
-            rollout["observation"][i, t],
-            rollout["action"][i, t],
-            normed[i, t],
-        )
+        observation = rollout["observation"][i, t]
+        action = rollout["action"][i, t]
+        advantage = normed[i, t]
         log_prob = jax.nn.log_softmax(jax.vmap(model.actor)(jnp.asarray(observation)))
         ratio = jnp.exp(log_prob[jnp.arange(len(rows)), action] - old[i, t])
         worse = (

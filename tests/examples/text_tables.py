@@ -26,7 +26,8 @@ def rows(num, seed):
         text = " ".join(
             [*random.choice((CALM, WILD)[label], 6), *random.choice(CALM + WILD, 3)]
         )
-        kind, score = ("calm", "wild")[label], str(label * 3.0)
+        kind = ("calm", "wild")[label]
+        score = str(label * 3.0)
         yield {"first": text[:20], "second": text[20:], "kind": kind, "score": score}
 
 

@@ -117,7 +117,8 @@ def main(options: dict[str, Any]) -> None:
     arguments["loggers"] = (
         [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
     )
-    code, state = 0, mlp_state(functions["optimizer"], rx.make_mesh(**options["mesh"]))
+    code = 0
+    state = mlp_state(functions["optimizer"], rx.make_mesh(**options["mesh"]))
     try:
         state = fit(
             state,

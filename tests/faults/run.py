@@ -98,7 +98,8 @@ def newest(directory: pathlib.Path) -> int:
 
 def kills(base: pathlib.Path, tries: int, name: str = "killed") -> Iterator[str]:
     """kill -9 at random instants of a run that saves at every step."""
-    directory, log = base / name, base / "killed.jsonl"
+    directory = base / name
+    log = base / "killed.jsonl"
     draw = random.Random(0)
     num_between = 0
     like = mlp_state(ADAM)
@@ -183,10 +184,8 @@ def broken_disk(
                 yield "not tried: no right to mount"
                 return
             # None is removed, which would make room.
-            checkpoints, state = (
-                rx.Checkpoints(disk, every_steps=2, keep_last=None),
-                None,
-            )
+            checkpoints = rx.Checkpoints(disk, every_steps=2, keep_last=None)
+            state = None
             try:
                 with contextlib.ExitStack() as stack:
                     act = functools.partial(stack.enter_context, breaking(disk))
@@ -272,10 +271,8 @@ def signals_again(base: pathlib.Path, tries: int) -> Iterator[str]:
     options: Any = {"num_steps": 24, "every_steps": 7}
     (expected,) = finish(start(directory=base / "whole", **options))
     for index in range(tries):
-        directory, number = (
-            base / str(index),
-            (signal.SIGTERM, signal.SIGINT)[index % 2],
-        )
+        directory = base / str(index)
+        number = (signal.SIGTERM, signal.SIGINT)[index % 2]
         fault = {
             "signal": number,
             "at": 9 + index,
@@ -296,10 +293,8 @@ def hanging_reader(base: pathlib.Path, tries: int) -> Iterator[str]:
     options: Any = {"num_steps": 24, "every_steps": 7}
     (expected,) = finish(start(directory=base / "whole", **options))
     for index in range(tries):
-        directory, number = (
-            base / str(index),
-            (signal.SIGTERM, signal.SIGINT)[index // 2 % 2],
-        )
+        directory = base / str(index)
+        number = (signal.SIGTERM, signal.SIGINT)[index // 2 % 2]
         fault = {"signal": number, "at": 9, "hangs": True, "prefetch": 2 * (index % 2)}
         (cut,) = finish(
             start(directory=directory, **fault, **options), code=128 + number

@@ -53,11 +53,9 @@ COMPLEX: Spec = {"name": "complex_linear", "width": 8, "how": "abs"}
 ADAPTED: Spec = {"name": "adapted_convolution", "rate": 0.1, "size": 3, **ONE}
 
 
-IN_TWO, POINTWISE, BY_ONE = (
-    {**ADAPTED, "groups": 2},
-    {**ADAPTED, "size": 1},
-    {**PER_EXAMPLE, "size": 1},
-)
+IN_TWO = {**ADAPTED, "groups": 2}
+POINTWISE = {**ADAPTED, "size": 1}
+BY_ONE = {**PER_EXAMPLE, "size": 1}
 INNER: Spec = {"objective": "inner_step"}
 
 TWO, FSDP = [["data2xtensor4", "whole"], ["2x2x2", "whole"]], [["fsdp8", "whole"]]

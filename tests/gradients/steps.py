@@ -201,7 +201,8 @@ def check(
     """Compares the gradients on each mesh and layout of a program with those of one
     device, in float64."""
     print(json.dumps(spec), flush=True)
-    program, batch = build(spec), make_batch(spec)
+    program = build(spec)
+    batch = make_batch(spec)
     models = [
         make_model(program, seed)
         for seed in range(NUM_MEMBERS if spec["mode"] == "ensemble" else 1)

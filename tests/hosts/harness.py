@@ -82,7 +82,8 @@ class Processes:
         """Waits until all, but some, have ended; their exit codes, and for each the
         seconds it took."""
         self.since = self.since or time.monotonic()
-        waiting, took = set(range(len(self.workers))) - set(besides), {}
+        waiting = set(range(len(self.workers))) - set(besides)
+        took = {}
         while waiting and time.monotonic() - self.since < seconds:
             for i in list(waiting):
                 if self.workers[i].poll() is not None:
@@ -101,7 +102,8 @@ class Processes:
 
 def start(commands, environments, out):
     """Starts one process for each command."""
-    workers, logs = [], [out / f"{i}.log" for i in range(len(commands))]
+    workers = []
+    logs = [out / f"{i}.log" for i in range(len(commands))]
     for command, env, log in zip(commands, environments, logs):
         with log.open("w") as file:
             workers.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
@@ -112,7 +114,8 @@ def start_loopback(
     out, *arguments, program=PROGRAM, num_processes=2, num_devices=4, **more
 ):
     """A program as two processes of this host, or more."""
-    address, more = f"127.0.0.1:{free_port()}", {"num_devices": num_devices, **more}
+    address = f"127.0.0.1:{free_port()}"
+    more = {"num_devices": num_devices, **more}
     command = [sys.executable, str(program), str(out), *map(str, arguments)]
     environments = [
         environment(**joined(i, num_processes, address), **more)

@@ -145,8 +145,11 @@ class Faulty:
     """A collate that works for a while."""
 
     def __init__(self, out, fault, process):
-        self.out, self.fault, self.mine = out, fault, process == jax.process_index()
-        self.num_batches, self.last = 0, None
+        self.out = out
+        self.fault = fault
+        self.mine = process == jax.process_index()
+        self.num_batches = 0
+        self.last = None
 
     def __call__(self, rows):
         # A run with checkpoints makes its first batch twice, of the same rows.
@@ -252,7 +255,8 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
 
 
 def main():
-    out, what = pathlib.Path(sys.argv[1]), sys.argv[2]
+    out = pathlib.Path(sys.argv[1])
+    what = sys.argv[2]
     timeout = int(os.environ.get("REDCO_TIMEOUT", 120))
     rx.initialize_distributed(
         timeout_seconds=timeout, heartbeat_timeout_seconds=10, leave_seconds=3

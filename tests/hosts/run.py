@@ -97,7 +97,8 @@ def start_on_hosts(hosts, out, *arguments, num_devices=4):
 def namespaces(session):
     if reason := network.missing():
         return row("namespaces", "two hosts", reason, False)
-    out, every = session.directory(), list(program.MESHES)
+    out = session.directory()
+    every = list(program.MESHES)
     with network.TwoHosts(out) as hosts:
         session.check_equal(
             "namespaces",

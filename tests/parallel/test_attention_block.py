@@ -89,7 +89,8 @@ def by_hand(
     """Attention of one row and head, over all of them, in the dtype that comes in."""
     length, source = query.shape[1], key.shape[1]
     group = query.shape[2] // key.shape[2]
-    place, other = jnp.arange(length)[:, None], jnp.arange(source)
+    place = jnp.arange(length)[:, None]
+    other = jnp.arange(source)
     seen = jnp.ones((length, source), bool)
     if causal:
         seen = seen & (other <= place)

@@ -55,7 +55,8 @@ class Scaled(eqx.Module):
 
 
 def test_any_layer_gives_what_it_gives_alone():
-    rng, mesh = np.random.default_rng(3), mesh_of("data2xtensor4")
+    rng = np.random.default_rng(3)
+    mesh = mesh_of("data2xtensor4")
 
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
@@ -97,10 +98,8 @@ def test_any_layer_gives_what_it_gives_alone():
 
 
 def test_heads_that_do_not_divide_stay_whole():
-    mesh, layer = (
-        mesh_of("data2xtensor4"),
-        eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0)),
-    )
+    mesh = mesh_of("data2xtensor4")
+    layer = eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
     placed = jax.device_put((stream(), layer), NamedSharding(mesh, PartitionSpec()))
     for unit, is_split in ((16, True), (32, False)):  # 4 heads, or 2
         (y,) = jax.jit(
@@ -113,10 +112,8 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
     """The result is that of a loop written by hand; only the carry has its leading
     dim."""
     rng = np.random.default_rng(0)
-    weights, biases = (
-        rng.normal(size=(3, 4, 4)).astype(np.float32),
-        np.ones((3, 4), np.float32),
-    )
+    weights = rng.normal(size=(3, 4, 4)).astype(np.float32)
+    biases = np.ones((3, 4), np.float32)
     shifts, x, sums = (
         a.astype(np.float32) for a in (np.arange(3), np.ones((8, 4)), np.zeros((5, 8)))
     )
@@ -154,7 +151,8 @@ def test_what_differs_between_layers_and_what_they_carry_go_along():
 @functools.cache
 def on_eight() -> Any:
     """A stream whose length `tensor` does not divide, and a layer, both placed."""
-    mesh, layer = mesh_of("tensor8"), eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
+    mesh = mesh_of("tensor8")
+    layer = eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(0))
     placed = jax.device_put(stream()[:, :12], rx.batch_sharding(mesh))
     return placed, jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
 

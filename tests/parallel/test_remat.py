@@ -132,7 +132,9 @@ def test_products_take_memory_between_none_and_full(mesh_name: str) -> None:
 
 def test_the_gradient_of_a_split_stream_keeps_no_matrix_twice() -> None:
     """Few tokens: the matrices are nearly all of the memory."""
-    size, num_layers, mesh = 64, 8, mesh_of("data2xtensor4")
+    size = 64
+    num_layers = 8
+    mesh = mesh_of("data2xtensor4")
     keys = jax.random.split(jax.random.key(0), num_layers)
 
     def make(key: Any) -> dict[str, eqx.nn.Linear]:

@@ -68,7 +68,9 @@ def by_hand(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
     """In float64, of the tokens that count alone: the sum, and its gradients by hidden
     states and table."""
     hidden, table = hidden.astype(np.float64), table.astype(np.float64)
-    by_hidden, by_table, total = np.zeros_like(hidden), np.zeros_like(table), 0.0
+    by_hidden = np.zeros_like(hidden)
+    by_table = np.zeros_like(table)
+    total = 0.0
     for place in zip(*np.nonzero(weights * (labels != -100))):
         logits = table @ hidden[place]
         chances = np.exp(logits - logits.max())
@@ -95,14 +97,14 @@ def test_what_does_not_count_is_zero_whatever_it_is_and_other_labels_outside_are
     name: str, num_chunks: int, parallel: bool, num_rows: int
 ) -> None:
     """The logits of a finite hidden state overflow too."""
-    hidden, labels, whole = HIDDEN.copy(), TOKENS % num_rows, TABLE[:num_rows]
+    hidden = HIDDEN.copy()
+    labels = TOKENS % num_rows
+    whole = TABLE[:num_rows]
     weights = np.random.default_rng(1).uniform(0.5, 2, labels.shape).astype(np.float32)
-    hidden[0, 0, 3], hidden[1, 1], hidden[2, 2, 0], hidden[3, 3] = (
-        np.nan,
-        np.inf,
-        -np.inf,
-        3e38,
-    )
+    hidden[0, 0, 3] = np.nan
+    hidden[1, 1] = np.inf
+    hidden[2, 2, 0] = -np.inf
+    hidden[3, 3] = 3e38
     labels[0, 0], labels[4, 4], labels[5, 5] = -100, ROWS, -7
     for place in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)):
         weights[place] = 0
@@ -161,7 +163,8 @@ def test_neither_the_batch_nor_the_logits_are_gathered(
 ):
     """Over fsdp each table is gathered once, and over tensor the stream if it is
     split."""
-    mesh, rows = mesh_of(name), rx.batch_sharding(mesh_of(name))
+    mesh = mesh_of(name)
+    rows = rx.batch_sharding(mesh_of(name))
 
     def loss(model: dict[str, Any], ids: Any, labels: Any) -> Any:
         table = model["embedding"].weight

@@ -119,10 +119,8 @@ def test_it_goes_on_where_it_was_left(name: str) -> None:
     assert len({x for batch, _ in whole[:length] for x in batch}) == 4 * length > 20
     for at in (3, 7, 9):
         _, place = taken(epochs_of(rx.Stream(source())), at)[-1]
-        place, said = (
-            place._replace(positions=json.loads(json.dumps(place.positions))),
-            [],
-        )
+        place = place._replace(positions=json.loads(json.dumps(place.positions)))
+        said = []
         rest = taken(epochs_of(rx.Stream(source())), 12 - at, place, say=said.append)
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
         # From the first batch on, with a proof.

@@ -160,7 +160,8 @@ def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> No
 def test_a_loss_is_tried_with_its_activations_split_and_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weighed, weigh = [], engine.weigh
+    weighed = []
+    weigh = engine.weigh
     monkeypatch.setattr(
         engine,
         "weigh",

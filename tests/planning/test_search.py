@@ -43,7 +43,8 @@ class Compiler:
     asked. Somebody presses Ctrl-C at any other trial."""
 
     def __init__(self, peaks: dict[float, int]):
-        self.peaks, self.asked = peaks, []
+        self.peaks = peaks
+        self.asked = []
 
     def __call__(self, one: Trial) -> Trial:
         if one.seconds not in self.peaks:

@@ -136,7 +136,8 @@ def bits(x: Any) -> np.ndarray:
 def main() -> None:
     initialize_distributed()
     assert len(jax.devices()) == 4
-    mesh, alone = make_mesh(tensor=2, fsdp=2), one_device_mesh(jax.local_devices()[0])
+    mesh = make_mesh(tensor=2, fsdp=2)
+    alone = one_device_mesh(jax.local_devices()[0])
     for maker in (everything, make_and_print):
         born, expected = (
             to_arrays(init_model(maker, on, key=jax.random.key(0)))

@@ -151,7 +151,8 @@ def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh(
         (there, KEY),
         (jax.random.PRNGKey(0), jax.random.key(0)),
     ):
-        born, model = init_model(odd, mesh, key=key), odd(typed)
+        born = init_model(odd, mesh, key=key)
+        model = odd(typed)
         assert_identical(to_arrays(born), to_arrays(model))
     assert isinstance(born["table"], np.ndarray)
     assert len(jax.tree.leaves(born["shared"])) == len(jax.tree.leaves(model["shared"]))

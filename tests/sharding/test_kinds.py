@@ -48,11 +48,9 @@ class Gated(eqx.Module):
     tau: jax.Array
 
     def __init__(self, key: Any):
-        self.lin, self.mix, self.tau = (
-            eqx.nn.Linear(8, 8, key=key),
-            jnp.ones((8, 8)),
-            jnp.ones(8),
-        )
+        self.lin = eqx.nn.Linear(8, 8, key=key)
+        self.mix = jnp.ones((8, 8))
+        self.tau = jnp.ones(8)
 
 
 LINEAR = {"weight": "matrix", "bias": "bias"}

@@ -22,7 +22,8 @@ import redco_eqx as rx
 from redco_eqx._base.policy import FSDP_MIN_SIZE
 from redco_eqx._sharding import matrices
 
-TENSOR, WHOLE = 4, P()
+TENSOR = 4
+WHOLE = P()
 
 
 def shaped(*shape, dtype=jnp.float32):
@@ -214,10 +215,8 @@ def small_model():
 
 def test_shard_rules_is_what_explain_found_a_sharding_for_each_array_and_no_more():
     mesh = abstract_mesh(data=2, tensor=4)
-    result, explanation = (
-        rx.shard_rules(small_model(), mesh),
-        rx.explain(small_model(), mesh),
-    )
+    result = rx.shard_rules(small_model(), mesh)
+    explanation = rx.explain(small_model(), mesh)
     assert result == explanation.shardings
     assert [x.spec for x in jax.tree.leaves(result)] == [
         d.spec for d in explanation.decisions.values()
@@ -322,7 +321,8 @@ def test_much_that_is_replicated_is_never_silent():
     for (name, (make, split_over)), axis in itertools.product(
         REPLICATED.items(), ("tensor", "fsdp")
     ):
-        model, mesh = eqx.filter_eval_shape(make), abstract_mesh(**{axis: 8})
+        model = eqx.filter_eval_shape(make)
+        mesh = abstract_mesh(**{axis: 8})
         sizes = [
             (int(np.prod(d.shape)) * d.dtype.itemsize, d.spec)
             for d in decide(model, mesh).values()
@@ -402,10 +402,8 @@ KNOWN = [
 
 
 def test_square_matrices_under_names_that_say_nothing_are_a_guess_and_said_to_be():
-    norm, mesh = (
-        eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(64)),
-        abstract_mesh(tensor=4),
-    )
+    norm = eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(64))
+    mesh = abstract_mesh(tensor=4)
     for names in GUESSES + KNOWN:
         model = {"layers": dict.fromkeys(names.split(), linear(64, 64)), "norm": norm}
         # Nothing is split over tensor.

@@ -183,10 +183,8 @@ def changed(state: Any, batch: Any, *, what: str) -> Any:
 def test_a_step_of_ones_own_that_changes_the_state_is_refused(
     what: str, message: str
 ) -> None:
-    state, step = (
-        mlp_state(optax.adam(1e-3), mesh_of("one")),
-        partial(changed, what=what),
-    )
+    state = mlp_state(optax.adam(1e-3), mesh_of("one"))
+    step = partial(changed, what=what)
     with pytest.raises(ValueError, match=message):
         rx.jit_step(step)(state, ROWS)
     # To make another kind of state is no step.
@@ -263,7 +261,9 @@ def test_lost_updates_are_counted_exactly_on_every_mesh(mesh: str) -> None:
             if len(SHAPES[name]) > 1
             else ...
         )
-        update, new, old = update[rows], new[rows], model[name][rows]
+        update = update[rows]
+        new = new[rows]
+        old = model[name][rows]
         if name != "wide":
             count += np.sum(update != 0)
             lost += np.sum((update != 0) & (new == old))
@@ -290,7 +290,8 @@ def test_lost_updates_are_counted_exactly_on_every_mesh(mesh: str) -> None:
 def share(model: Any, optimizer: Any, loss_fn: Any, num_steps: int = 1) -> list[Any]:
     """`rounded_away` in each of so many steps."""
     state = rx.init_state(model, optimizer, key=KEY)
-    step, found = compiled_step(loss_fn, optimizer), []
+    step = compiled_step(loss_fn, optimizer)
+    found = []
     for _ in range(num_steps):
         state, metrics = step(state, np.ones(8, np.float32))
         mean = metrics["rounded_away"]

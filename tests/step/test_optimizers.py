@@ -140,7 +140,8 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
     with jax.enable_x64(True):
         data = [make_batch(seed, dtype=np.float64) for seed in range(3)]
         expected, reports = by_hand(make(jnp.float64), name, loss_fn, metric, data)
-        mesh, optimizer = helpers.mesh_of(mesh_name), OPTIMIZERS[name]()
+        mesh = helpers.mesh_of(mesh_name)
+        optimizer = OPTIMIZERS[name]()
         model, shardings = helpers.place(make(jnp.float64), mesh)
         state = before = rx.init_state(model, optimizer, key=KEY)
         assert any(not x.is_fully_replicated for x in state.params.values())
@@ -243,7 +244,9 @@ def test_a_moment_is_split_like_its_parameter():
     must not matter."""
     mesh = helpers.mesh_of("2x2x2")
     of_a = jax.NamedSharding(mesh, jax.P("data"))
-    matrix, both, tensor = (8, 16), jax.P("tensor", "fsdp"), jax.P("tensor")
+    matrix = (8, 16)
+    both = jax.P("tensor", "fsdp")
+    tensor = jax.P("tensor")
     for shape, spec, moment, expected in (
         (matrix, both, (8, 16), both),
         (matrix, both, (8,), tensor),

@@ -391,7 +391,8 @@ def test_the_number_of_a_step_never_becomes_negative() -> None:
         state, step=jax.device_put(jnp.int32(last - 1), state.step.sharding)
     )
     step = jax.jit(partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD))
-    batch, steps = collate(EXAMPLES[:4]), []
+    batch = collate(EXAMPLES[:4])
+    steps = []
     for _ in range(3):
         late, _ = step(late, batch)
         steps.append(int(late.step))

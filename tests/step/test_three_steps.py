@@ -36,7 +36,8 @@ def noisy_predict(model: Any, batch: Any, key: Any) -> Any:
     }
 
 
-NOISY, ZERO_RATE = Noisy(jnp.ones(()), eqx.nn.Dropout(0.5)), optax.sgd(0.0)
+NOISY = Noisy(jnp.ones(()), eqx.nn.Dropout(0.5))
+ZERO_RATE = optax.sgd(0.0)
 ONES = np.ones(64, np.float32)
 TRAIN = compiled_step(noisy_loss, ZERO_RATE)
 EVALUATE = rx.jit_step(partial(rx.eval_step, loss_fn=noisy_loss), donate=False)
@@ -45,7 +46,8 @@ PREDICT = rx.jit_step(partial(rx.predict_step, predict_fn=noisy_predict), donate
 
 def draw(state: Any, **index: Any) -> list[float]:
     """Return the draws of evaluation and prediction; dropout is off in both."""
-    metrics, outputs = EVALUATE(state, ONES, **index), PREDICT(state, ONES, **index)
+    metrics = EVALUATE(state, ONES, **index)
+    outputs = PREDICT(state, ONES, **index)
     assert metrics["loss"].value == 1
     np.testing.assert_array_equal(outputs["kept"], ONES)
     return [float(metrics["noise"].value), float(outputs["noise"][0])]
@@ -216,10 +218,8 @@ def test_the_layout_of_the_pair_is_that_of_the_model():
     assert "0.linear.weight" in rx.explain(pair, mesh).decisions
     state = rx.init_state(pair, SLOW, key=KEY)
     train = partial(rx.train_step, loss_fn=loss_fn, optimizer=SLOW)
-    evaluate, predict = (
-        partial(rx.eval_step, loss_fn=loss_fn),
-        partial(rx.predict_step, predict_fn=predict_fn),
-    )
+    evaluate = partial(rx.eval_step, loss_fn=loss_fn)
+    predict = partial(rx.predict_step, predict_fn=predict_fn)
     for step in (train, evaluate, predict):
         programs = [
             jax.jit(partial(step, shardings=x)).lower(state, DATA[0])

@@ -50,7 +50,8 @@ def test_gradient_through_steps_by_a_learning_rate_in_the_optimizer_state():
                 state, _ = step(state, batch)
             return rx.eval_step(state, batch, loss_fn=quadratic_loss)["loss"].value
 
-        f, slope = jax.jit(after), jax.jit(jax.grad(after))(0.05)
+        f = jax.jit(after)
+        slope = jax.jit(jax.grad(after))(0.05)
         assert abs(slope) > 1e-3
         # Central differences in float64 have an error of the step's square.
         np.testing.assert_allclose(
@@ -165,7 +166,8 @@ def test_a_mesh_that_is_set_changes_nothing(tmp_path):
 
 def test_steps_under_a_jit_of_ones_own_say_what_to_do():
     for mesh, outer in contexts().values():
-        state, step = begin(mesh), jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
+        state = begin(mesh)
+        step = jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
         with jax.set_mesh(outer), compilations() as compiled:
             raised(ValueError, step, state, BATCH, match="Call jit_step in place")
         assert not compiled
@@ -191,7 +193,8 @@ def test_a_loss_may_name_the_axes_of_the_mesh_that_is_set():
 
 
 def test_inside_a_shard_map_nothing_changes():
-    mesh, model = rx.make_mesh(), make_model(KEY)
+    mesh = rx.make_mesh()
+    model = make_model(KEY)
     state = jax.device_put(
         rx.init_state(model, key=KEY), jax.NamedSharding(mesh, jax.P())
     )
@@ -282,7 +285,8 @@ def test_a_batch_that_is_not_placed_costs_what_one_does_that_is():
 def test_rows_that_are_taken_inside_of_a_scan_are_split_too():
     mesh, state, steps = subject("2x2x2")
     data = jax.tree.map(jnp.asarray, mlp_batch(0, 48))
-    step, one = steps["train_step"], alone("2x2x2")
+    step = steps["train_step"]
+    one = alone("2x2x2")
 
     def epoch(state: Any, rows: Any) -> Any:
         return jax.lax.scan(

@@ -189,7 +189,8 @@ def test_an_order_of_axes_says_what_is_for_storage_alone():
 
 
 def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
-    state, traces = mlp_state(SGD, mesh_of("2x2x2")), []
+    state = mlp_state(SGD, mesh_of("2x2x2"))
+    traces = []
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         traces.append(batch)
@@ -240,7 +241,8 @@ def test_frozen_weights_are_gathered_where_they_are_used():
 
 
 def test_frozen_arrays_that_are_stored_split_change_no_number():
-    mesh, rng = OVER_BOTH.mesh, np.random.default_rng(0)
+    mesh = OVER_BOTH.mesh
+    rng = np.random.default_rng(0)
     whole = jax.NamedSharding(mesh, jax.P())
     values = [rng.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(3)]
     batch = jax.device_put(

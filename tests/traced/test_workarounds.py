@@ -157,11 +157,10 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
 
 
 def test_a_whole_array_is_padded_into_a_split_one():
-    mesh, x = mesh_of("data2xtensor4"), jnp.arange(128.0).reshape(32, 4)
-    simple, spread = (
-        [(-2, 2, 0), (1, -1, 0), (-8, 40, 0), (-33, 37, 0)],
-        [(0, 1, 1), (2, 4, 2), (-2, -3, 3)],
-    )
+    mesh = mesh_of("data2xtensor4")
+    x = jnp.arange(128.0).reshape(32, 4)
+    simple = [(-2, 2, 0), (1, -1, 0), (-8, 40, 0), (-33, 37, 0)]
+    spread = [(0, 1, 1), (2, 4, 2), (-2, -3, 3)]
     for config, axis in itertools.product(simple + spread, ("tensor", "data")):
 
         def pad(x: Any, config: Any = config, axis: str = axis) -> Any:
@@ -245,7 +244,8 @@ def test_steps_and_a_users_own_step_are_corrected_and_refuse_a_state_given_away(
 def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
     """To the bit: it is of integers that bfloat16 holds. openxla/xla#42481 adds up rows
     of several shards."""
-    mesh, rng = mesh_of("2x2x2"), np.random.default_rng(0)
+    mesh = mesh_of("2x2x2")
+    rng = np.random.default_rng(0)
     # Many of each, and none of most rows.
     ids = rng.integers(0, 5, (16, 8)).astype(np.int32)
     signs = rng.choice([-1.0, 1.0], (16, 8, 8)).astype(np.float32)
@@ -258,7 +258,8 @@ def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def one(total: Any, part: Any) -> Any:
-            ids, signs = part[0], part[1].astype(jnp.bfloat16)
+            ids = part[0]
+            signs = part[1].astype(jnp.bfloat16)
             each = jnp.broadcast_to(ids[..., None], signs.shape)
             for table in model.values():
                 found = jnp.take(table["take"], ids, axis=0) + 2 * table["index"][ids]

@@ -92,7 +92,8 @@ OTHERS = [
 
 def refused(first, second):
     """The batches of an epoch that are accepted, and the error."""
-    made, rest = [], iter([first, second])
+    made = []
+    rest = iter([first, second])
     options = {"batch_size": 8, "mesh": MESHES["data"]}
     try:
         for _ in rx.batches(
@@ -174,7 +175,8 @@ def made_with(examples, collate_fn, mesh, options):
     return made, ""
 
 
-results["rows"], vote = {}, batches.__dict__["Vote"]
+results["rows"] = {}
+vote = batches.__dict__["Vote"]
 # So that a stream waits for nobody, either.
 batches.__dict__["Vote"] = lambda mesh: lambda *numbers: numbers
 for i, (name, of_rows) in enumerate(ROWS.items(), start=1):
@@ -323,10 +325,8 @@ def clocks(step, row):
     results["clocks"].append([step, *(row[f"train/{name}"] for name in names)])
 
 
-training.__dict__["time"], results["clocks"] = (
-    types.SimpleNamespace(perf_counter=lambda: now),
-    [],
-)
+training.__dict__["time"] = types.SimpleNamespace(perf_counter=lambda: now)
+results["clocks"] = []
 examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
 options = {
     "hook": deciding,
@@ -336,10 +336,8 @@ options = {
 }
 state = run(MESHES["mixed"], examples, collate_fn=slow, loggers=[clocks], **options)
 params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
-results["ended"], results["calls"] = (
-    [int(state.step), np.asarray(params).tolist()],
-    calls,
-)
+results["ended"] = [int(state.step), np.asarray(params).tolist()]
+results["calls"] = calls
 
 # Fewer examples on process 1, which ends for this reason; process 0 came first, and did
 # not wait.

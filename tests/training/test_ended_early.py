@@ -542,10 +542,8 @@ def test_a_nan_in_the_batch_is_named() -> None:
 def test_without_a_place_a_parameter_is_named_and_a_finite_run_is_as_without() -> None:
     state = tiny.mlp_state(SGD, rx.make_mesh(data=1))
     flagged = [{**example, "flag": np.float32(0)} for example in WIDE]
-    kinds, run = (
-        (FloatingPointError, rx.errors.NonFiniteError),
-        functools.partial(fit, state, donate=False),
-    )
+    kinds = (FloatingPointError, rx.errors.NonFiniteError)
+    run = functools.partial(fit, state, donate=False)
     with jax.debug_infs(True):
         said = str(raised(kinds, run, flagged, loss_fn=infinite_gradient, num_steps=2))
     assert "inf" in said or "layers.0.bias" in said

@@ -85,7 +85,8 @@ def values_of(model: Any, batch: Any) -> jax.Array:
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-    values, weight = values_of(model, batch), batch["weight"]
+    values = values_of(model, batch)
+    weight = batch["weight"]
     return rx.Mean(jnp.sum(values * weight), jnp.sum(weight)), {
         "mean": jnp.mean(values)
     }
@@ -210,7 +211,8 @@ def scaled_values(factor: float, model: Any, batch: Any, key: Any) -> Any:
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
     def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
         """The noise of the first two batches, apart."""
-        noise, first = jax.random.normal(key), batch["id"][0]
+        noise = jax.random.normal(key)
+        first = batch["id"][0]
         of = {
             f"batch{i}": rx.Mean(jnp.where(first == 4 * i, noise, 0), first == 4 * i)
             for i in range(2)
@@ -415,7 +417,9 @@ def test_a_stream_that_fails_does_so_before_the_run() -> None:
 
 def test_rows_of_evaluations_and_when_they_are_made() -> None:
     """Every fourth step, and at the end, of epochs that have examples of their own."""
-    rows, calls, examples = Rows(), [], EXAMPLES[:11]
+    rows = Rows()
+    calls = []
+    examples = EXAMPLES[:11]
 
     def metric_fn(examples: Any, predictions: Any) -> Any:
         ids = [examples[i]["id"] for i in range(len(examples))]
@@ -497,7 +501,8 @@ def written(extras: list[Any], directory: pathlib.Path) -> tuple[list[Any], list
 def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
-    odd, deep = types.SimpleNamespace(odd=1), {np.int64(3): b"x"}
+    odd = types.SimpleNamespace(odd=1)
+    deep = {np.int64(3): b"x"}
     extras: list[Any] = [odd, "Grüße", {("a", 1): 2}, deep, "half \ud800 pair", loop]
     directory = tmp_path / "deep" / "predictions"
     examples, predictions = written(extras, directory)
@@ -568,7 +573,8 @@ class Calls:
 
 
 def test_it_is_called_after_each_row_and_each_evaluation_with_what_was_logged() -> None:
-    rows, hook = Rows(), Calls()
+    rows = Rows()
+    hook = Calls()
     by_fives(
         hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=4)
     )
@@ -593,7 +599,8 @@ def test_a_hook_changes_nothing() -> None:
 
 def test_a_run_that_a_hook_ends_is_a_whole_run() -> None:
     """With a last evaluation, and the state as its result."""
-    rows, hook = Rows(), Calls(None, True)
+    rows = Rows()
+    hook = Calls(None, True)
     state = by_fives(
         hook=hook, loggers=[rows], evaluation=rx.Evaluation(EXAMPLES, every_steps=100)
     )
@@ -632,7 +639,9 @@ def test_without_its_hook_an_ended_run_goes_on(tmp_path: pathlib.Path) -> None:
 
 def test_another_state_is_evaluated_and_kept_best(tmp_path: pathlib.Path) -> None:
     """As with an average of the parameters that the optimizer keeps."""
-    examples, state, logged = tiny.make_examples(16, dim=8), tiny.mlp_state(), Rows()
+    examples = tiny.make_examples(16, dim=8)
+    state = tiny.mlp_state()
+    logged = Rows()
 
     def state_fn(state: Any) -> Any:
         return dataclasses.replace(
@@ -678,7 +687,8 @@ def test_an_evaluation_of_no_weight_is_nan_and_never_the_best(
         state, params={**state.params, "bias": state.params["bias"] - begin}
     )
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, loss_fn=weightless)
-    logged, file = Rows(), tmp_path / "log.jsonl"
+    logged = Rows()
+    file = tmp_path / "log.jsonl"
     checkpoints = rx.Checkpoints(
         tmp_path / "run", every_steps=2, keep_last=1, keep_best={"eval/loss": "min"}
     )

@@ -88,7 +88,8 @@ def test_a_second_fit_starts_epochs_of_its_own() -> None:
 def test_examples_by_epoch(stop: Any) -> None:
     # 2, 3 and 1 batches.
     of_epoch = [EXAMPLES[:8], EXAMPLES[8:21], EXAMPLES[21:] + EXAMPLES[:3]]
-    asked, rows = [], tiny.Rows()
+    asked = []
+    rows = tiny.Rows()
 
     def examples(epoch: int) -> Any:
         asked.append(epoch)
@@ -185,7 +186,9 @@ def test_other_metrics_for_another_shape_begin_a_row() -> None:
 
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    get, step, value = jax.device_get, Training._step, ArrayImpl.__dict__["_value"]
+    get = jax.device_get
+    step = Training._step
+    value = ArrayImpl.__dict__["_value"]
     fetching = False
 
     def noted_get(tree: Any) -> Any:
@@ -210,7 +213,8 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
             events.append("flag" if is_flag else "value")
         return value.fget(self)
 
-    state, rows = linear_state(), tiny.Rows()
+    state = linear_state()
+    rows = tiny.Rows()
     monkeypatch.setattr(jax, "device_get", noted_get)
     monkeypatch.setattr(Training, "_step", noted_step)
     monkeypatch.setattr(ArrayImpl, "_value", property(noted_value))
@@ -286,10 +290,8 @@ def test_a_stream_trains_as_its_examples_do() -> None:
 def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
     def run(num_steps: int, **options: Any) -> Any:
         checkpoints = rx.Checkpoints(tmp_path, **options)
-        stream, loggers = (
-            rx.Stream(Unlike(EXAMPLES)),
-            [rx.ConsoleLogger(progress=False)],
-        )
+        stream = rx.Stream(Unlike(EXAMPLES))
+        loggers = [rx.ConsoleLogger(progress=False)]
         return fit(
             None, stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers
         )

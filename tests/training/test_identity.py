@@ -101,7 +101,8 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(
     """No lock of the other is seen here, as on a file system that does not pass it
     on."""
     monkeypatch.setattr(owner, "_WATCH_SECONDS", 2.0)
-    file, done = tmp_path / OWNER, threading.Event()
+    file = tmp_path / OWNER
+    done = threading.Event()
 
     def touch_on() -> None:
         while not done.wait(0.3):
@@ -348,7 +349,8 @@ class Augmented:
 
     def __init__(self) -> None:
         # Not Python's global one, from which beartype draws too.
-        self.own, self.plain = np.random.default_rng(3), random.Random(5)
+        self.own = np.random.default_rng(3)
+        self.plain = random.Random(5)
 
     def __len__(self) -> int:
         return len(EXAMPLES)

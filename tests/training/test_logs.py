@@ -325,7 +325,8 @@ def test_console_does_not_tear_the_bar() -> None:
 
 def test_progress_shows_on_terminals_only_unless_asked() -> None:
     for make, show in itertools.product((Terminal, io.StringIO), (None, True, False)):
-        stream, shown = make(), make is Terminal if show is None else show
+        stream = make()
+        shown = make is Terminal if show is None else show
         with progress_bar(20, initial=5, show=show, stream=stream) as bar:
             bar.update(15)
         for words in ("5/20", "20/20", "train:"):

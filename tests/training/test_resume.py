@@ -323,7 +323,8 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
     interrupted(None, tmp_path, collate_fn=Collate(8))
     begin = linear_state()
     rx.save(tmp_path / "own", dataclasses.replace(begin, step=begin.step + 5))
-    later, wide = dataclasses.replace(begin, step=begin.step + 3), linear_state(dim=3)
+    later = dataclasses.replace(begin, step=begin.step + 3)
+    wide = linear_state(dim=3)
     for state, directory, examples, message in (
         (
             later,
@@ -377,7 +378,8 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
         ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"
     ):
         counted(None, tmp_path, batch_size=2, num_epochs=3)
-    spy, allowed = Collate(), rx.Checkpoints(tmp_path, allow_changes=True)
+    spy = Collate()
+    allowed = rx.Checkpoints(tmp_path, allow_changes=True)
     counted(None, allowed, collate_fn=spy, batch_size=2, num_epochs=3)
     # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a
     # third one follows.
@@ -577,7 +579,8 @@ def test_when_all_are_damaged_nothing_begins_anew(
     counted(None, tmp_path)
     for step in (10, 12):
         (tmp_path / str(step) / which).write_bytes(b"")
-    spy, message = Collate(), "12 is damaged" if "record" in which else "damaged"
+    spy = Collate()
+    message = "12 is damaged" if "record" in which else "damaged"
     for _ in range(2):  # nor at the next try
         raised(
             rx.errors.CheckpointError,
@@ -614,7 +617,8 @@ def test_a_directory_that_cannot_be_written_is_told_first(
     tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "file").write_text("")
-    state, spy = linear_state(), Collate()
+    state = linear_state()
+    spy = Collate()
     with pytest.raises(
         ValueError, match=r"file.*it is a file, and checkpoints need a directory"
     ):
@@ -660,7 +664,8 @@ def test_an_error_before_the_hook_loses_no_call_and_one_before_the_first_step_ad
         "log_every": 4,
         "evaluation": rx.Evaluation(EXAMPLES, every_steps=3),
     }
-    expected, whole = counted(None, tmp_path / "whole", **options), calls.copy()
+    expected = counted(None, tmp_path / "whole", **options)
+    whole = calls.copy()
     collates: Any = {1: {"collate_fn": Collate(1, tiny.fail)}}
     for at in (1, 8, 9):
 

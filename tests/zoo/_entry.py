@@ -68,7 +68,8 @@ def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     model = (
         eqx.filter_eval_shape(entry.make, jax.random.key(0)) if model is None else model
     )
-    patterns, paths = entry.specs.items(), rx.to_arrays(model)
+    patterns = entry.specs.items()
+    paths = rx.to_arrays(model)
     return {
         path: next((spec for glob, spec in patterns if fnmatchcase(path, glob)), ())
         for path in paths

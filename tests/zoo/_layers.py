@@ -92,5 +92,6 @@ def attend(
 def attention(layers: Any, x: Any, source: Any = None, **options: Any) -> Any:
     """By the four layers of queries, keys, values and outputs, of `x` to itself or to a
     source."""
-    (q, k, v, out), source = layers, x if source is None else source
+    q, k, v, out = layers
+    source = x if source is None else source
     return each(out, attend(each(q, x), each(k, source), each(v, source), **options))

@@ -64,7 +64,8 @@ def apply_norm_between(model: Any, x: Any) -> Any:
 def of_gates(name: str, specs: Any, **sizes: Any) -> Any:
     """Two pre-norm residual blocks: the first names, or the first in two halves, are
     the gate and its partner; the last closes."""
-    ((width, _), *_), names = sizes.values(), list(sizes)
+    (width, _), *_ = sizes.values()
+    names = list(sizes)
 
     def make(key: Any) -> Any:
         norms = [eqx.nn.LayerNorm(width) for _ in range(LAYERS)]

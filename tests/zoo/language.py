@@ -217,10 +217,8 @@ def apply_t5_stack(model: Any, x: Any, source: Any = None) -> Any:
 
     def block(one, x):
         own, *crossed, dense = one["layer"]
-        layers, h = (
-            (own["SelfAttention"][name] for name in "qkvo"),
-            each(own["layer_norm"], x),
-        )
+        layers = (own["SelfAttention"][name] for name in "qkvo")
+        h = each(own["layer_norm"], x)
         x = x + attention(layers, h, causal=source is not None, scale=False, bias=bias)
         for cross in crossed:
             layers = (cross["EncDecAttention"][name] for name in "qkvo")
@@ -307,7 +305,8 @@ def lora(key: Any) -> Any:
 
 def apply_gptj(model: Any, ids: Any) -> Any:
     def block(layer, x):
-        attn, h = layer["attn"], each(layer["ln_1"], x)
+        attn = layer["attn"]
+        h = each(layer["ln_1"], x)
         layers = (attn[name] for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
         x = x + attention(layers, h, causal=True, rotary=True)
         return x + each(

@@ -156,7 +156,8 @@ def assert_bit_equal(model: Any, other: Any) -> None:
 def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
     """The arrays of `tree`, which is built like `model`, by the keys of an unstacked
     file."""
-    arrays, found = to_arrays(tree), {}
+    arrays = to_arrays(tree)
+    found = {}
     for entry in sorted(entries_of(model), key=lambda entry: entry.start):
         if entry.path in arrays:  # not what is never trained
             for place, key in entry.places:

@@ -144,10 +144,8 @@ def _llama(changes: dict[str, Any], **rope: Any) -> Reference:
     return _decoder("llama", **changes, rope_parameters={"rope_theta": 10000.0, **rope})
 
 
-_OPT, _PLAIN = (
-    {"word_embed_proj_dim": 32},
-    {"enable_bias": False, "layer_norm_elementwise_affine": False},
-)
+_OPT = {"word_embed_proj_dim": 32}
+_PLAIN = {"enable_bias": False, "layer_norm_elementwise_affine": False}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 7}
 DECODERS = {
     "gpt2": _decoder("gpt2"),

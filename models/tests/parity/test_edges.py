@@ -162,10 +162,8 @@ def test_every_distance_has_the_bucket_that_it_has_there():
             found = jax.jit(functools.partial(relative_bias, table, **options))(
                 key[:, 200:201], key
             )
-            distances, options = (
-                torch.arange(401)[None] - 200,
-                options | {"num_buckets": num_buckets},
-            )
+            distances = torch.arange(401)[None] - 200
+            options = options | {"num_buckets": num_buckets}
             expected = T5Attention._relative_position_bucket(distances, **options)
             np.testing.assert_array_equal(
                 np.argmax(found[0, :, 0], axis=0), expected[0].numpy()

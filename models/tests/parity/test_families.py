@@ -28,10 +28,8 @@ ROUNDING = {"llama_yarn_scaled": 2e-4}
 @pytest.mark.parametrize("name", REFERENCES)
 def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
     # A list of layers reads texts as they are; stacked layers read them with padding.
-    there, models = (
-        reference(name),
-        [load_pretrained(directory(name), stacked=x) for x in (False, True)],
-    )
+    there = reference(name)
+    models = [load_pretrained(directory(name), stacked=x) for x in (False, True)]
     given = [
         compare.inputs_of(REFERENCES[name]),
         compare.inputs_of(REFERENCES[name], REFERENCES[name].padding),
@@ -77,10 +75,8 @@ TRAINED = [
 
 @pytest.mark.parametrize(("name", "stacked", "remat"), TRAINED)
 def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, reference):
-    there, inputs = (
-        reference(name),
-        compare.inputs_of(REFERENCES[name], REFERENCES[name].padding[:1]),
-    )
+    there = reference(name)
+    inputs = compare.inputs_of(REFERENCES[name], REFERENCES[name].padding[:1])
     expected = compare.torch_call(there, inputs)
     labels = np.random.default_rng(2).integers(
         0, expected.shape[-1], expected.shape[:2]
@@ -112,10 +108,8 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
 def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(
     name, directory, reference
 ):
-    there, inputs = (
-        reference(name),
-        compare.inputs_of(REFERENCES[name], REFERENCES[name].padding),
-    )
+    there = reference(name)
+    inputs = compare.inputs_of(REFERENCES[name], REFERENCES[name].padding)
     given = {key: torch.tensor(x, dtype=torch.long) for key, x in inputs.items()}
     given["position_ids"] = (torch.cumsum(given["attention_mask"], dim=1) - 1).clamp(
         min=0

@@ -103,7 +103,8 @@ def test_greedy_tokens_equal_those_of_transformers(pair):
 def test_beams_equal_those_of_transformers(pair):
     name, there, model = pair
     prompts, mask = prompts_of(name, "left")
-    begin, given = prompts.shape[1] if name in DECODERS else 1, {}
+    begin = prompts.shape[1] if name in DECODERS else 1
+    given = {}
     if name == "bart":  # a text may begin with what is given
         start = (
             np.random.default_rng(1)
@@ -111,7 +112,8 @@ def test_beams_equal_those_of_transformers(pair):
             .astype(np.int32)
         )
         start[:, 0] = model.config.decoder_start_token_id
-        begin, given = 4, {"decoder_input_ids": start}
+        begin = 4
+        given = {"decoder_input_ids": start}
 
     def search_there(ends: list[int], **options: Any) -> tuple[np.ndarray, Any]:
         options |= {

@@ -53,15 +53,11 @@ def test_predictions_and_gradients_equal_those_of_diffusers(
     name, height, remat, directory, reference
 ):
     generator = np.random.default_rng(0)
-    sample, texts = (
-        generator.normal(size=(2, 4, height, 8)),
-        generator.normal(size=(2, 5, 24)),
-    )
-    sample, times, texts = (
-        np.float32(sample),
-        np.asarray([3, 901], np.int32),
-        np.float32(texts),
-    )
+    sample = generator.normal(size=(2, 4, height, 8))
+    texts = generator.normal(size=(2, 5, 24))
+    sample = np.float32(sample)
+    times = np.asarray([3, 901], np.int32)
+    texts = np.float32(texts)
     noise = np.random.default_rng(2).normal(size=sample.shape).astype(np.float32)
     there = reference(name)
     expected = there(*map(torch.tensor, (sample, times, texts))).sample

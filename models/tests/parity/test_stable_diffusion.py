@@ -29,10 +29,8 @@ DDIM_SD = {**SD, "clip_sample": False, "set_alpha_to_one": False}
 V = {"prediction_type": "v_prediction"}
 LATENTS = np.random.default_rng(0).normal(size=(2, 4, 8, 8)).astype(np.float32)
 COSINE = {"beta_schedule": "squaredcos_cap_v2"}
-DDIM, PNDM = (
-    diffusers.DDIMScheduler(**DDIM_SD, **V),
-    diffusers.PNDMScheduler(**SD, skip_prk_steps=True),
-)
+DDIM = diffusers.DDIMScheduler(**DDIM_SD, **V)
+PNDM = diffusers.PNDMScheduler(**SD, skip_prk_steps=True)
 SCHEDULERS = {"ddim": DDIM, "pndm": PNDM}
 
 
@@ -125,7 +123,8 @@ def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
 
 
 def test_what_is_saved_opens_there_bit_equal(pipeline, directory, tmp_path):
-    model, other = models.load_stable_diffusion(directory["ddim"]), pipeline["ddim"]
+    model = models.load_stable_diffusion(directory["ddim"])
+    other = pipeline["ddim"]
     for _ in range(2):  # over itself, too
         models.save_stable_diffusion(model, tmp_path)
         one = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
@@ -164,11 +163,9 @@ def test_a_safety_checker_is_copied_and_not_run(directory, tmp_path):
 
 
 def test_the_training_loss_and_its_gradients_equal_torchs(pipeline, directory):
-    model, there, key = (
-        models.load_stable_diffusion(directory["ddim"]),
-        pipeline["ddim"],
-        jax.random.key(4),
-    )
+    model = models.load_stable_diffusion(directory["ddim"])
+    there = pipeline["ddim"]
+    key = jax.random.key(4)
     images = np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 16)).astype(np.float32)
     ids = tokens(directory["ddim"], TEXTS)
 
@@ -259,7 +256,9 @@ def theirs(name, options, num_steps, eta=0.0):
     drew."""
     scheduler = getattr(diffusers, name)(**options)
     scheduler.set_timesteps(num_steps)
-    predict, x, found = model_of(torch), torch.tensor(START), []
+    predict = model_of(torch)
+    x = torch.tensor(START)
+    found = []
     more = (
         {}
         if name == "PNDMScheduler"

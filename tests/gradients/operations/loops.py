@@ -9,10 +9,8 @@ from gradients.operations._registry import either, one_of, operation, rows
     "loops", rows, width=one_of(8, 6), reverse=either, unroll=one_of(1, 2), remat=either
 )
 def recurrent(weight, x, index, *, width, reverse, unroll, remat):
-    into, over = (
-        weight("weight_ih", x.shape[-1], width),
-        weight("weight_hh", width, width),
-    )
+    into = weight("weight_ih", x.shape[-1], width)
+    over = weight("weight_hh", width, width)
 
     def step(h, x):
         h = jnp.tanh(x @ into + h @ over)

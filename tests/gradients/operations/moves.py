@@ -25,10 +25,8 @@ AXIS = one_of(1, 2, 0)
 def pool(weight, x, index, *, how, size, stride, padding):
     x = x * weight("scale", x.shape[-1])
     rank = x.ndim - 2
-    windows, strides = (
-        (1, *(min(size, n) for n in x.shape[1:-1]), 1),
-        (1, *[stride] * rank, 1),
-    )
+    windows = (1, *(min(size, n) for n in x.shape[1:-1]), 1)
+    strides = (1, *[stride] * rank, 1)
     start = {"mean": 0.0, "max": -jnp.inf, "min": jnp.inf}[how]
     reduce = {"mean": jax.lax.add, "max": jax.lax.max, "min": jax.lax.min}[how]
     return jax.lax.reduce_window(x, start, reduce, windows, strides, padding)
