@@ -29,7 +29,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import redco_eqx as rx
-from redco_eqx._checkpoint.arrays import storable, to_names
+from redco_eqx._checkpoint.arrays import as_saved, to_names
 
 
 def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:
@@ -59,7 +59,7 @@ def size_of(state: rx.TrainState) -> int:
 def ratios_to_orbax(state: rx.TrainState, directory: pathlib.Path) -> list[float]:
     """Measure the times of `save` and `restore` over those of Orbax, for the same
     arrays in the same layout."""
-    arrays = storable(to_names(state))
+    arrays = as_saved(to_names(state))
     layouts = jax.tree.map(
         lambda x: ocp.ArrayRestoreArgs(
             sharding=x.sharding, global_shape=x.shape, dtype=x.dtype

@@ -72,8 +72,10 @@ def labels_loss(model: Any, ids: Any, segments: Any = None) -> rx.Mean:
 
 def loss_of_texts(loss_fn: Any, model: Any) -> rx.Mean:
     """That of each text alone."""
-    losses = [loss_fn(model, text[None]) for text in texts()]
-    return sum(losses[1:], losses[0])
+    total, *others = [loss_fn(model, text[None]) for text in texts()]
+    for loss in others:
+        total = total + loss
+    return total
 
 
 WITH_LOSSES = [(name, next_token_loss) for name in NAMES]
