@@ -129,6 +129,17 @@ def test_projections_are_meant_by_name_or_path():
         add(targets=("q_proj", "c_attn"), rank=4)
     raised(
         ValueError,
+        models.add_lora,
+        make("gpt2"),
+        targets=["c_attn"],
+        rank=4,
+        scale=1.0,
+        key=KEY,
+        match="GPT2LMHeadModel has no layers .* Conv1D",
+    )
+    raised(TypeError, add, targets="q_proj", rank=4, match="targets='q_proj'.* list of")
+    raised(
+        ValueError,
         add,
         targets=("q_proj",),
         rank=0,

@@ -85,8 +85,9 @@ def add_lora(
     **Returns:** The model with the branches added. Its other leaves are the same arrays
     as before.
 
-    **Raises:** `ValueError` if `rank` or `scale` is not positive, or a name matches no
-    projection.
+    **Raises:** `ValueError` if `rank` or `scale` is not positive, a name matches no
+    projection, or the model has no Linear layers (GPT-2); `TypeError` if `targets` is
+    one string.
     """
     if rank < 1:
         raise ValueError(f"add_lora: rank={rank}, but it must be positive.")
@@ -114,6 +115,11 @@ def beside(
 ) -> M:
     """Return the model with `branch(path, projection)` in place of each projection of
     these names or paths."""
+    if isinstance(targets, str):
+        raise TypeError(
+            f"LoRA: targets={targets!r}, but it must be a list of names, such as "
+            "['q_proj', 'v_proj']."
+        )
     targets = set(targets)
     found = set[str]()
     others = set[str]()
@@ -133,10 +139,16 @@ def beside(
     adapted = jax.tree_util.tree_map_with_path(
         one, model, is_leaf=lambda x: isinstance(x, Linear | LoRA)
     )
+    if not others:
+        raise ValueError(
+            f"LoRA: {type(model).__name__} has no layers that take a branch. These are "
+            "Linear; GPT-2, for example, has Conv1D layers instead. Train another "
+            "model, or a part of this one: see `trainable` of init_state."
+        )
     if missing := sorted(targets - found):
         raise ValueError(
             f"LoRA: the model has no projections named {missing}, only "
-            f"{', '.join(sorted(others)) or 'none'}."
+            f"{', '.join(sorted(others))}."
         )
     return adapted
 

@@ -104,9 +104,9 @@ def load_pretrained(
         of layers.
     - `remat`: the activations that the backward pass keeps: `none`, `full`,
         `products`, `row_out`, or a policy of `jax.checkpoint`, see `scan_layers`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By
-        default cuDNN's on GPUs in half precision if there is no mask, bias or dropout,
-        and otherwise XLA's.
+    - `attention`: `"xla"`, `"cudnn"` or `"splash"`, as for
+        `redco_eqx.layers.attention`. By default, a kernel on GPUs and TPUs where one
+        fits, and XLA's otherwise.
     - `sequence_parallel`: true to split the stream between layers over `tensor` along
         the token dimension; false to leave it whole. By default, it is split if a
         device has at least a quarter as many tokens as the stream has features, see
