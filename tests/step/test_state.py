@@ -339,6 +339,10 @@ UNTRAINABLE: dict[str, tuple[Any, str]] = {
         lambda mesh: {"table": np.ones(3), "count": jnp.arange(2)},
         "none of the 2 arrays of the model is trainable",
     ),
+    "no_arrays": (
+        lambda mesh: {"a": "text"},
+        r"model is a dict without arrays.*Pass an Equinox model.*load_pretrained",
+    ),
     "one_path_twice": (
         lambda mesh: {"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)},
         r"two leaves have the path 'a\.b'",

@@ -107,6 +107,12 @@ def init_state(
     )
     for path in buffer_paths(model):
         chosen.pop(path, None)
+    if optimizer is not None and not arrays:
+        raise ValueError(
+            f"init_state: model is a {type(model).__name__} without arrays, so an "
+            "optimizer has nothing to train. Pass an Equinox model. (A model of "
+            "PyTorch is none; redco_eqx_models.load_pretrained reads its files.)"
+        )
     if optimizer is not None and not chosen:
         raise ValueError(
             f"init_state: none of the {len(arrays)} arrays of the model is trainable, "
