@@ -226,24 +226,25 @@ def _in_blocks(
             first = own_positions[0] - (call.window or 1) + 1
             start = jnp.clip(first, 0, source - num_seen)
 
-        def seen(x: Array | None, axis: int) -> Array | None:
-            if x is None or num_seen == source:
+        def seen(x: Array, axis: int) -> Array:
+            if num_seen == source:
                 return x
             return jax.lax.dynamic_slice_in_dim(x, start, num_seen, axis)
 
-        own_key = seen(key, 1)
-        own_value = seen(value, 1)
-        assert own_key is not None
-        assert own_value is not None
+        if own_bias is not None:
+            own_bias = seen(own_bias, 3)
+        seen_segments = None
+        if key_segments is not None:
+            seen_segments = seen(key_segments, 1)
         return of_block(
             own_query,
             own_positions,
             segments,
-            seen(own_bias, 3),
-            own_key.astype(dtypes[0]),
-            own_value.astype(dtypes[1]),
+            own_bias,
+            seen(key, 1).astype(dtypes[0]),
+            seen(value, 1).astype(dtypes[1]),
             start + jnp.arange(num_seen),
-            seen(key_segments, 1),
+            seen_segments,
         )
 
     blocks = (
@@ -326,8 +327,7 @@ def _attend(
         # A query that sees nothing has equal weights up to here.
         weights = jnp.where(visible, weights, 0)
     weights = weights.astype(value.dtype)
-    if dropout:
-        assert dropout_key is not None
+    if dropout and dropout_key is not None:
         kept = _kept(
             dropout_key,
             num_rows,
