@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fit_helpers import BODY, MESHES, STEP, compilations, host, paired
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from quickstart import Transformer
 
 from redco_eqx import (
@@ -47,6 +47,19 @@ def abstract_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh
         (data, fsdp, tensor),
         ("data", "fsdp", "tensor"),
         axis_types=(AxisType.Auto,) * 3,
+    )
+
+
+def mesh_on(platform: str, kind: str, **sizes: int) -> AbstractMesh:
+    """A mesh of devices that are not there, of this platform and kind."""
+    axes = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
+    return AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        (AxisType.Auto,) * len(axes),
+        abstract_device=AbstractDevice(
+            device_kind=kind, num_cores=1, platform=platform
+        ),
     )
 
 

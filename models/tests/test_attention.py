@@ -13,14 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_long, mesh_of
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-)
+from helpers import in_long, mesh_of, mesh_on
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import abstract, inputs, make
 
 import redco_eqx as rx
@@ -39,15 +33,8 @@ def on(mesh, *, heads=8, kv_heads=8, rows=8, size=64, dtype=jnp.bfloat16):
     return query, key, key
 
 
-def gpus(kind="NVIDIA H100 80GB HBM3", platform="gpu", **sizes):
-    device = AbstractDevice(device_kind=kind, num_cores=132, platform=platform)
-    axes = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
-    return AbstractMesh(
-        tuple(axes.values()),
-        tuple(axes),
-        (AxisType.Auto,) * len(axes),
-        abstract_device=device,
-    )
+def gpus(kind="NVIDIA H100 80GB HBM3", **sizes):
+    return mesh_on("gpu", kind, **sizes)
 
 
 def is_flash(mesh, **sizes):
@@ -240,14 +227,14 @@ def test_on_tpus_padding_windows_and_caps_are_left_to_the_kernel(
     name, masked, monkeypatch
 ):
     monkeypatch.setattr(kernels, "FEWEST_TOKENS", 16)
-    program = program_on(gpus("TPU v5 lite", "tpu"), name, masked=masked)
+    program = program_on(mesh_on("tpu", "TPU v5 lite"), name, masked=masked)
     assert "pallas_call" in program
     assert "softmax" not in program
 
 
 def test_on_tpus_a_bias_is_left_to_the_compiler(monkeypatch):
     monkeypatch.setattr(kernels, "FEWEST_TOKENS", 16)
-    mesh = gpus("TPU v5 lite", "tpu")
+    mesh = mesh_on("tpu", "TPU v5 lite")
     program = program_on(mesh, "t5", masked=True)
     # Cross-attention has none.
     assert "pallas_call" in program

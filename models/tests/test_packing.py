@@ -70,7 +70,7 @@ def labels_loss(model: Any, ids: Any, segments: Any = None) -> rx.Mean:
     return cross_entropy(hidden, model.head, labels, weights=weights)
 
 
-def loss_of_texts(loss_fn: Any, model: Any) -> rx.Mean:
+def loss_of_texts(loss_fn: Any, model: Any) -> Any:
     """That of each text alone."""
     total, *others = [loss_fn(model, text[None]) for text in texts()]
     for loss in others:

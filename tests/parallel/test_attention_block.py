@@ -11,14 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_long, mesh_of
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-)
+from helpers import in_long, mesh_of, mesh_on
+from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import attention_of
@@ -424,26 +418,16 @@ def test_the_rule_for_blocks() -> None:
 # The choice of a kernel.
 
 
-def mesh_on(platform: str, kind: str, **sizes: int) -> Any:
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
-    axes = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
-    return AbstractMesh(
-        tuple(axes.values()),
-        tuple(axes),
-        (AxisType.Auto,) * len(axes),
-        abstract_device=device,
-    )
-
-
 def chosen(mesh: Any, implementation: Any = None, **options: Any) -> Any:
     """The kernel for a call with these sizes and options."""
     sizes = {"length": 1024, "heads": 8, "kv_heads": 8, "dtype": jnp.bfloat16}
     for name in sizes:
         sizes[name] = options.pop(name, sizes[name])
+    source = options.pop("source", sizes["length"])
     place = NamedSharding(mesh, PartitionSpec())
     shape = (8, sizes["length"], sizes["heads"], 64)
     query = jax.ShapeDtypeStruct(shape, sizes["dtype"], sharding=place)
-    shape = (8, sizes["length"], sizes["kv_heads"], 64)
+    shape = (8, source, sizes["kv_heads"], 64)
     key = jax.ShapeDtypeStruct(shape, sizes["dtype"], sharding=place)
     call = dataclasses.replace(call_of(causal=options.pop("causal", True)), **options)
     found = []
@@ -542,6 +526,37 @@ def test_a_kernel_for_tpus_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(mesh_on("tpu", "TPU v5 lite"), "splash", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"has_bias": True}, "takes no bias"),
+        ({"has_dropout": True}, "no dropout"),
+        ({"segments": PAIR}, "takes no segments"),
+        ({"cap": 50.0}, "has no cap"),
+        ({"window": 16, "causal": False}, "windows for causal attention alone"),
+        ({"dtype": jnp.float32}, "not float32"),
+        ({"source": 512, "causal": False}, "1024 queries, but 512 keys"),
+    ],
+)
+def test_a_kernel_for_gpus_is_refused_with_the_reason(
+    options: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(mesh_on("gpu", "NVIDIA H100 80GB HBM3"), "cudnn", **options)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [("gpu", "NVIDIA H100 80GB HBM3", "cudnn"), ("tpu", "TPU v5 lite", "splash")],
+)
+def test_a_kernel_on_a_mesh_that_does_not_divide_is_refused(
+    platform: str, kind: str, name: str
+) -> None:
+    mesh = mesh_on(platform, kind, tensor=4)
+    with pytest.raises(ValueError, match="8 rows and 2 key/value heads do not divide"):
+        chosen(mesh, name, kv_heads=2)
 
 
 def test_a_kernel_that_is_named_takes_short_texts() -> None:
