@@ -5,9 +5,9 @@ with `rx.layers.attention`: memory, and bytes sent, for devices that are not pre
 
 One layer of width 1024, with 8 heads, and AdamW; parameters are float32, products
 bfloat16, and each data shard has one row. `layers.attention` is the quickstart's model
-with the five lines of docs/pages/howto/attention.md. Temporaries are those of a device,
-as the compiler gives them. `predicted` is what `rx.explain` says of the bytes sent,
-with its lower bound.
+with the layer of docs/pages/howto/attention.md. Temporaries are those of a device, as
+the compiler gives them. `predicted` is the prediction of `rx.explain` for the bytes
+sent, with its lower bound.
 
 Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`, for the targets that are
 asked for.
