@@ -13,7 +13,7 @@ from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
-from redco_eqx.layers import scan_layers
+from redco_eqx.layers import attention, scan_layers
 
 SPLIT = ["data8", "fsdp8", "data2xtensor4"]
 SGD = optax.sgd(1.0)
@@ -291,3 +291,144 @@ def test_easydel_183_a_batch_of_one(name):
     )
     expected = mlp(jax.random.key(0))(ROWS[0])
     np.testing.assert_allclose(np.asarray(rows)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_mlx_lm_1413_a_microbatch_without_tokens(name):
+    """The second half of the rows is padding: one microbatch has no token at all."""
+    weights = np.repeat([1.0, 0.0], 8).astype(np.float32)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
+        rows, weights = batch
+        errors = jnp.sum((jax.vmap(model)(rows) - 1.0) ** 2, axis=1)
+        return rx.Mean(jnp.sum(weights * errors), jnp.sum(weights))
+
+    mesh = mesh_of(name)
+    # A microbatch takes each second row, so that each device has rows of both.
+    in_turn = np.arange(16).reshape(2, 8).T.reshape(16)
+    for order in (np.arange(16), in_turn):
+        batch = (ROWS, weights[order])
+        expected, of_whole = stepped(mlp, loss_fn, mesh, batch=batch)
+        found, metrics = stepped(mlp, loss_fn, mesh, batch=batch, num_microbatches=2)
+        np.testing.assert_allclose(metrics["loss"], of_whole["loss"], rtol=1e-5)
+        for path, change in found.items():
+            np.testing.assert_allclose(
+                change, expected[path], rtol=1e-4, atol=1e-6, err_msg=path
+            )
+
+
+class Grouped(eqx.Module):
+    """Attention with fewer heads of keys and values than of queries."""
+
+    q_proj: eqx.nn.Linear
+    k_proj: eqx.nn.Linear
+    v_proj: eqx.nn.Linear
+    o_proj: eqx.nn.Linear
+    num_heads: int = eqx.field(static=True)
+    num_key_value_heads: int = eqx.field(static=True)
+
+    def __init__(self, key: jax.Array, num_heads: int, num_key_value_heads: int):
+        keys = jax.random.split(key, 4)
+        size = 8 * num_heads
+        self.q_proj = eqx.nn.Linear(8, size, key=keys[0])
+        self.k_proj = eqx.nn.Linear(8, 8 * num_key_value_heads, key=keys[1])
+        self.v_proj = eqx.nn.Linear(8, 8 * num_key_value_heads, key=keys[2])
+        self.o_proj = eqx.nn.Linear(size, 8, key=keys[3])
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def heads(layer: eqx.nn.Linear) -> jax.Array:
+            return jax.vmap(jax.vmap(layer))(x).reshape(*x.shape[:2], -1, 8)
+
+        found = attention(
+            heads(self.q_proj), heads(self.k_proj), heads(self.v_proj), causal=True
+        )
+        return jax.vmap(jax.vmap(self.o_proj))(found.reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.parametrize("name", ["data2xtensor4", "tensor8"])
+@pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 3)], ids=str)
+def test_keras_hub_1613_few_heads_of_keys_on_a_mesh_over_tensor(heads, name):
+    def loss_fn(model: Any, batch: jax.Array, key: Any) -> jax.Array:
+        return jnp.mean((model(batch) - 1.0) ** 2)
+
+    rows = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)
+    equal_to_one_device(name, lambda key: Grouped(key, *heads), loss_fn, batch=rows)
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key: jax.Array):
+        self.linear = eqx.nn.Linear(8, 32, key=key)
+        self.norm = eqx.nn.BatchNorm(32, "batch", mode="ema", momentum=0.9)
+
+    def __call__(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        return self.norm(self.linear(x), state)
+
+
+def make_pair(key: jax.Array) -> tuple[Normed, eqx.nn.State]:
+    return eqx.nn.make_with_state(Normed)(key=key)
+
+
+def of_normed(model: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    mapped = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    y, state = mapped(batch, state)
+    return jnp.mean((y[:, ::2] - y[:, 1::2] ** 2) ** 2), state
+
+
+def after_a_step(pair: Any, loss_fn: Any, mesh: Any) -> Any:
+    """The pair of a model and its `eqx.nn.State` after one step."""
+    shardings = rx.shard_rules(pair, mesh)
+    placed = eqx.filter_shard(pair, shardings)
+    state = rx.init_state(placed, SGD, key=jax.random.key(1))
+    step = rx.jit_step(
+        lambda state, batch: rx.train_step(
+            state, batch, loss_fn=loss_fn, optimizer=SGD, shardings=shardings
+        )
+    )
+    return step(state, ROWS)[0].model
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_flax_2417_batch_norm_counts_the_rows_of_all_devices(name):
+    def loss_fn(pair: Any, batch: Any, key: Any) -> Any:
+        model, state = pair
+        loss, state = of_normed(model, state, batch)
+        return loss, {}, state
+
+    model, state = make_pair(jax.random.key(0))
+    rows = np.asarray(jax.vmap(model.linear)(jnp.asarray(ROWS)), np.float64)
+    _, state = after_a_step((model, state), loss_fn, mesh_of(name))
+    # The first batch gives the running statistics.
+    mean, variance = state.get(model.norm.ema_state_index)
+    np.testing.assert_allclose(mean, rows.mean(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_equinox_450_an_ensemble_of_models_with_a_state(name):
+    """Each member ends with the parameters and statistics that it has alone."""
+
+    def of_all(pair: Any, batch: Any, key: Any) -> Any:
+        members = eqx.if_array(0)
+        each = eqx.filter_vmap(of_normed, in_axes=(members, members, None))
+        losses, state = each(*pair, batch)
+        return jnp.sum(losses), {}, state
+
+    def of_one(pair: Any, batch: Any, key: Any) -> Any:
+        model, state = pair
+        loss, state = of_normed(model, state, batch)
+        return loss, {}, state
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    members = after_a_step(eqx.filter_vmap(make_pair)(keys), of_all, mesh_of(name))
+    for member, key in enumerate(keys):
+        alone = after_a_step(make_pair(key), of_one, mesh_of("one"))
+        found = jax.tree.leaves(eqx.filter(members, eqx.is_array))
+        for x, y in zip(
+            found, jax.tree.leaves(eqx.filter(alone, eqx.is_array)), strict=True
+        ):
+            np.testing.assert_allclose(x[member], y, rtol=1e-4, atol=1e-5)
