@@ -91,32 +91,46 @@ WHOLE, COLUMNS, STACKED_COLUMNS = P(), P("tensor"), P(None, "tensor")
 BY_COLUMNS: dict[str, Any] = {"up": STACKED_COLUMNS, "down": COLUMNS}
 BY_INNER: dict[str, Any] = {"up": P(None, None, "tensor"), "down": STACKED_COLUMNS}
 
-# Layouts that the program would not choose, those by hand of solves and groups, and
-# (`None`) the program's own. In `projections` the first weight is smaller than what it
-# makes, so that it is gathered and nothing is summed.
 EACH_GROUP: dict[str, Any] = dict.fromkeys(("up", "down"), COLUMNS)
-LAYOUTS: list[tuple[str, dict[str, Any] | None, float]] = [
-    *((name, None, 0.01) for name in ("projections", "solve_of_rows", "recurrence")),
-    ("mlp_4", {}, 0.01),
-    *((name, {"*": COLUMNS}, 0.25) for name in ("mlp_4", "llama_gqa_refused")),
-    *((name, BY_COLUMNS, 0.035) for name in ("ridge_of_heads", "solve_of_rows")),
-    *(("experts_of_rows", layout, 0.035) for layout in (BY_INNER, EACH_GROUP, {})),
-    *(("experts_by_example", layout, 0.035) for layout in (BY_INNER, EACH_GROUP, {})),
+
+# Layouts that the program would not choose, those by hand of solves and groups, and the
+# program's own (`None`).
+NAMED_LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "own": None,
+    "whole": {},
+    "all columns": {"*": COLUMNS},
+    "by columns": BY_COLUMNS,
+    "by inner": BY_INNER,
+    "each group": EACH_GROUP,
+}
+# In `projections` the first weight is smaller than what it makes, so that it is
+# gathered and nothing is summed.
+LAYOUTS = [
+    *((name, "own", 0.01) for name in ("projections", "solve_of_rows", "recurrence")),
+    ("mlp_4", "whole", 0.01),
+    *((name, "all columns", 0.25) for name in ("mlp_4", "llama_gqa_refused")),
+    *((name, "by columns", 0.035) for name in ("ridge_of_heads", "solve_of_rows")),
+    *(
+        (name, layout, 0.035)
+        for name in ("experts_of_rows", "experts_by_example")
+        for layout in ("by inner", "each group", "whole")
+    ),
 ]
 
 
-def test_any_layout_is_predicted():
+@pytest.mark.parametrize(("name", "layout_name", "rel"), LAYOUTS)
+def test_any_layout_is_predicted(name, layout_name, rel):
+    entry = PROGRAMS[name]
+    layout = NAMED_LAYOUTS[layout_name]
+    specs = specs_of(explained(name))
+    if layout is not None:
+        specs = {path: layout.get("*", layout.get(path, WHOLE)) for path in specs}
+    predicted = sent(explained(name), specs).num_bytes_unmerged
     mesh = mesh_of("data2xtensor4")
-    for name, layout, rel in LAYOUTS:
-        entry = PROGRAMS[name]
-        specs = specs_of(explained(name))
-        if layout is not None:
-            specs = {path: layout.get("*", layout.get(path, WHOLE)) for path in specs}
-        predicted = sent(explained(name), specs).num_bytes_unmerged
-        compiled = compiled_bytes(
-            abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs, mesh
-        )
-        assert predicted == pytest.approx(compiled, rel=rel), (name, layout)
+    compiled = compiled_bytes(
+        abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs, mesh
+    )
+    assert predicted == pytest.approx(compiled, rel=rel)
 
 
 def iterated(model: Any, x: Any) -> Any:

@@ -193,8 +193,9 @@ def test_one_task_of_slurm_is_one_process(monkeypatch):
     assert find() is None
 
 
-def test_share_of_devices(monkeypatch):
-    for local, slurm, visible, expected in (
+@pytest.mark.parametrize(
+    ("local", "slurm", "visible", "expected"),
+    [
         (0, (2, 2), None, None),
         (0, (1, 1), "0,1,2,3", None),
         (1, (2, 1), None, (1,)),
@@ -204,16 +205,17 @@ def test_share_of_devices(monkeypatch):
         (1, (2, 1), "0,1,2", (1,)),
         (1, (7, 4), "0,1,2,3", (2, 3)),  # not as many on each node
         (2, None, None, (2,)),
-    ):
-        with monkeypatch.context() as patch:
-            if slurm is not None:
-                patch.setenv("SLURM_STEP_NUM_TASKS", str(slurm[0]))
-                patch.setenv("SLURM_STEP_NUM_NODES", str(slurm[1]))
-            if visible is not None:
-                patch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            assert share_of_devices(local) == expected, (local, slurm, visible)
-            patch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-            assert share_of_devices(local) is None
+    ],
+)
+def test_share_of_devices(monkeypatch, local, slurm, visible, expected):
+    if slurm is not None:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(slurm[0]))
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", str(slurm[1]))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert share_of_devices(local) == expected
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    assert share_of_devices(local) is None
 
 
 def test_joining_twice(monkeypatch):
