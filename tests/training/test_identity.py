@@ -139,10 +139,10 @@ def test_an_owner_touches_its_file(tmp_path: pathlib.Path, monkeypatch: Any) -> 
     one.release()
 
 
-def test_a_torn_file_has_no_owner(tmp_path: pathlib.Path) -> None:
-    for content in ('{"host": "elsewhere", "pi', "[]"):
-        (tmp_path / OWNER).write_text(content)
-        Owner(tmp_path).release()
+@pytest.mark.parametrize("content", ['{"host": "elsewhere", "pi', "[]"])
+def test_a_torn_file_has_no_owner(content: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / OWNER).write_text(content)
+    Owner(tmp_path).release()
 
 
 def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -> None:
@@ -208,48 +208,82 @@ def refused(
     assert not state.params["weight"].is_deleted()
 
 
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        (
+            [EXAMPLES[i] for i in (0, 1, 2, 4, 3, *range(5, 22))],
+            r"it has another order of the examples: train_examples\[3\]",
+        ),
+        (
+            [*EXAMPLES[:7], {**EXAMPLES[7], "y": EXAMPLES[7]["y"] + 1}, *EXAMPLES[8:]],
+            r"it has another example: train_examples\[7\]",
+        ),
+    ],
+    ids=["another order", "another example"],
+)
 def test_other_examples_and_another_order_are_refused_by_name(
-    tmp_path: pathlib.Path,
+    examples: Any, message: str, tmp_path: pathlib.Path
 ) -> None:
     begun(tmp_path)
-    swapped = [EXAMPLES[i] for i in (0, 1, 2, 4, 3, *range(5, 22))]
-    refused(
-        tmp_path, r"it has another order of the examples: train_examples\[3\]", swapped
-    )
-    other = [*EXAMPLES[:7], {**EXAMPLES[7], "y": EXAMPLES[7]["y"] + 1}, *EXAMPLES[8:]]
-    refused(tmp_path, r"it has another example: train_examples\[7\]", other)
+    refused(tmp_path, message, examples)
     assert_same(fit(checkpoints=tmp_path), fit())
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"tensor": 2}], ids=["one", "tensor"])
-def test_a_run_that_began_otherwise_is_refused(
-    mesh: Any, tmp_path: pathlib.Path
-) -> None:
-    """With weights of the same direction, or another key; unless it is allowed."""
+MESHES: dict[str, Any] = {"one": {"data": 1}, "tensor": {"tensor": 2}}
 
-    def state(factor: float = 1.0, key: int = 1) -> Any:
-        begin = linear_state(mesh=rx.make_mesh(**mesh), dim=8)
-        params = {name: x * factor for name, x in begin.params.items()}
-        other = jax.device_put(jax.random.key(key), begin.key.sharding)
-        return dataclasses.replace(begin, params=params, key=other)
 
-    run = functools.partial(counted, examples=tiny.make_examples(8, dim=8), num_steps=2)
-    expected = run(state(), tmp_path)
-    cases: list[tuple[Any, str]] = [
+def began(mesh: str, *, factor: float = 1.0, key: int = 1) -> Any:
+    """A state whose weights have the same direction for each positive factor."""
+    begin = linear_state(mesh=rx.make_mesh(**MESHES[mesh]), dim=8)
+    params = {name: x * factor for name, x in begin.params.items()}
+    other = jax.device_put(jax.random.key(key), begin.key.sharding)
+    return dataclasses.replace(begin, params=params, key=other)
+
+
+two_steps = functools.partial(
+    counted, examples=tiny.make_examples(8, dim=8), num_steps=2
+)
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def finished(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A mesh, the directory of a run of two steps on it, and its last state. Tests must
+    not change them."""
+    directory = tmp_path_factory.mktemp("finished")
+    return request.param, directory, two_steps(began(request.param), directory)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
         ({"factor": 1.01}, "other initial parameters"),
         ({"key": 7}, "another key"),
         ({"factor": -1.0, "key": 7}, "another key and other initial parameters"),
-    ]
-    for other, what in cases:
-        begin = state(**other)
-        message = rf"is a different one: it has {what}\. To begin a new run"
-        raised(ValueError, run, begin, tmp_path, match=message)
-        assert_same(begin, state(**other))  # nothing was taken over
-    # Another compiler's last bits.
-    assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)
-    assert_same(
-        run(state(key=7), rx.Checkpoints(tmp_path, allow_changes=True)), expected
-    )
+    ],
+    ids=["parameters", "key", "both"],
+)
+def test_a_run_that_began_otherwise_is_refused(
+    finished: Any, other: Any, what: str
+) -> None:
+    mesh, directory, _ = finished
+    begin = began(mesh, **other)
+    message = rf"is a different one: it has {what}\. To begin a new run"
+    raised(ValueError, two_steps, begin, directory, match=message)
+    assert_same(begin, began(mesh, **other))  # nothing was taken over
+
+
+def test_the_last_bits_of_another_compiler_are_no_other_beginning(
+    finished: Any,
+) -> None:
+    mesh, directory, expected = finished
+    assert_same(two_steps(began(mesh, factor=1 + 1e-6), directory), expected)
+
+
+def test_another_beginning_may_be_allowed(finished: Any) -> None:
+    mesh, directory, expected = finished
+    allowed = rx.Checkpoints(directory, allow_changes=True)
+    assert_same(two_steps(began(mesh, key=7), allowed), expected)
 
 
 def test_the_state_of_another_run_at_the_same_step_is_refused(
@@ -273,27 +307,30 @@ def test_the_state_of_another_run_at_the_same_step_is_refused(
     assert_same(fit(own, checkpoints=tmp_path / "a"), fit())
 
 
+@pytest.mark.parametrize(
+    "act",
+    [lambda path, state: fit(checkpoints=path), rx.save],
+    ids=["fit", "save"],
+)
 def test_another_run_that_is_alive_is_refused_and_loses_nothing(
-    tmp_path: pathlib.Path,
+    act: Any, tmp_path: pathlib.Path
 ) -> None:
     seen = []
 
     def nested(run: Any, row: Any, state: Any) -> None:
         if run.step == 2:
-            for act in (
-                lambda: fit(checkpoints=tmp_path),
-                lambda: rx.save(tmp_path, state),
-            ):
-                seen.append(
-                    raised(
-                        rx.errors.CheckpointError,
-                        act,
-                        match="is in use: this very process",
-                    )
-                )
+            error = raised(
+                rx.errors.CheckpointError,
+                act,
+                tmp_path,
+                state,
+                match="is in use: this very process",
+            )
+            seen.append(error)
 
-    state, expected = fit(log_every=1, hook=nested, checkpoints=tmp_path), fit()
-    assert len(seen) == 2
+    state = fit(log_every=1, hook=nested, checkpoints=tmp_path)
+    expected = fit()
+    assert len(seen) == 1
     assert_same(state, expected)
     assert_same(rx.restore(tmp_path, linear_state()), expected)
 
@@ -430,39 +467,52 @@ def test_a_function_that_cannot_be_traced_on_one_device_has_no_digest() -> None:
     )
 
 
-def test_copies_that_differ_are_found() -> None:
+OVER_ALL = jax.P(("data", "fsdp"), "tensor")
+"""A layout in which each device has a piece of its own."""
+SPECS = [
+    jax.P(),
+    jax.P("tensor"),
+    jax.P(None, "fsdp"),
+    jax.P(("fsdp", "tensor")),
+    OVER_ALL,
+]
+CLOCKS = {"train/slowest_process": 0, "train/slowest_by_seconds": 0.0}
+
+
+def in_layouts() -> dict[str, Any]:
+    """One array in each layout."""
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
-    over_all = jax.P(("data", "fsdp"), "tensor")
-    specs = (
-        jax.P(),
-        jax.P("tensor"),
-        jax.P(None, "fsdp"),
-        jax.P(("fsdp", "tensor")),
-        over_all,
-    )
-    arrays = {
+    return {
         str(spec): jax.device_put(whole, jax.NamedSharding(mesh, spec))
-        for spec in specs
+        for spec in SPECS
     }
-    clocks = {"train/slowest_process": 0, "train/slowest_by_seconds": 0.0}
-    assert compare_copies(arrays, "", 1.5)() == clocks
-    for name, x in arrays.items():
-        pieces = [np.array(shard.data) for shard in x.addressable_shards]
-        pieces[5].flat[-1] += (
-            2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
-        )
-        placed = [
-            jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)
-        ]
-        odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
-        wait = compare_copies({**arrays, name: odd}, "mine")
-        if name == str(over_all):  # of which each device has its own piece
-            assert wait() == clocks
-        else:
-            raised(
-                ValueError, wait, match=rf"^{re.escape(name)} should be the same .*mine"
-            )
+
+
+def test_copies_that_are_alike_have_the_clocks_of_their_processes() -> None:
+    assert compare_copies(in_layouts(), "", 1.5)() == CLOCKS
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_copies_that_differ_are_found(spec: Any) -> None:
+    """In the last bit of one number on one device."""
+    arrays = in_layouts()
+    name = str(spec)
+    x = arrays[name]
+    pieces = [np.array(shard.data) for shard in x.addressable_shards]
+    last = pieces[5].flat[-1]
+    pieces[5].flat[-1] += 2.0**-20 if last == 0 else last * 2.0**-23
+    placed = [
+        jax.device_put(piece, shard.device)
+        for piece, shard in zip(pieces, x.addressable_shards)
+    ]
+    odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+    wait = compare_copies({**arrays, name: odd}, "mine")
+    if spec == OVER_ALL:
+        assert wait() == CLOCKS
+    else:
+        message = rf"^{re.escape(name)} should be the same .*mine"
+        raised(ValueError, wait, match=message)
 
 
 def rewrite(directory: pathlib.Path, change: Any) -> None:
@@ -489,20 +539,22 @@ def rewrite(directory: pathlib.Path, change: Any) -> None:
         (lambda content: content.update(hue=2), "unexpected keyword argument"),
     ],
 )
+@pytest.mark.parametrize("reader", ["fit", "restore", "list_checkpoints"])
 def test_another_version_is_an_error_of_its_own_that_touches_nothing(
-    change, what, tmp_path
+    reader, change, what, tmp_path
 ) -> None:
     begun(tmp_path, checkpoints=rx.Checkpoints(tmp_path, every_steps=2))
     rewrite(tmp_path, change)
     before = content_of(tmp_path)
     message = f"was written by another version of redco_eqx .*{what}"
-    for act in (
-        lambda: fit(checkpoints=tmp_path),
-        lambda: rx.restore(tmp_path, linear_state()),
-    ):
-        raised(rx.errors.CheckpointFormatError, act, match=message)
-    with pytest.warns(UserWarning, match=f"{message}.*left out"):
-        assert [info.step for info in rx.list_checkpoints(tmp_path)] == [2]
+    of_format = rx.errors.CheckpointFormatError
+    if reader == "fit":
+        raised(of_format, fit, checkpoints=tmp_path, match=message)
+    elif reader == "restore":
+        raised(of_format, rx.restore, tmp_path, linear_state(), match=message)
+    else:
+        with pytest.warns(UserWarning, match=f"{message}.*left out"):
+            assert [info.step for info in rx.list_checkpoints(tmp_path)] == [2]
     assert content_of(tmp_path) == before
 
 

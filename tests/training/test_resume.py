@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import time
 from typing import Any
@@ -317,74 +318,107 @@ def test_a_script_of_two_fits_resumes_each(tmp_path: pathlib.Path) -> None:
         assert spy.num_calls == num_calls
 
 
-def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
-    """Another beginning or model, and unless it is allowed, another batch size, number
-    or order of examples."""
-    interrupted(None, tmp_path, collate_fn=Collate(8))
+@pytest.fixture(scope="module")
+def run_of_8(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The directory of a run that a signal ended after 8 steps, and a checkpoint in
+    `own` that is of no run. Tests must not change it."""
+    directory = tmp_path_factory.mktemp("run_of_8")
+    interrupted(None, directory, collate_fn=Collate(8))
     begin = linear_state()
-    rx.save(tmp_path / "own", dataclasses.replace(begin, step=begin.step + 5))
-    later = dataclasses.replace(begin, step=begin.step + 3)
-    wide = linear_state(dim=3)
-    for state, directory, examples, message in (
-        (
-            later,
-            tmp_path,
-            EXAMPLES,
-            r"state is at step 3, but .* runs that began at \[0\], up to step 8",
-        ),
-        (begin, tmp_path / "own", EXAMPLES, r"that no run of fit wrote, up to step 5"),
-        (
-            wide,
-            tmp_path,
-            tiny.make_examples(22, dim=3),
-            r"model/bias: float32\[3\] in the state, flo",
-        ),
-        (
-            begin,
-            tmp_path,
-            EXAMPLES[:20],
-            r"examples is 20, but was 22 when .*allow_changes=True",
-        ),
-        (
-            begin,
-            tmp_path,
-            rx.Data(EXAMPLES, shuffle=False),
-            r"order of the examples is None, but was feistel",
-        ),
-        (
-            begin,
-            tmp_path,
-            rx.Stream(EXAMPLES),
-            r"the number of train_examples is None, but was 22",
-        ),
-    ):
-        raised(
-            ValueError,
-            counted,
-            state,
-            directory,
-            examples,
-            prefetch=None,
-            match=message,
-        )
-        assert not state.params["bias"].is_deleted()
-    for length, number in (("num_steps", 8), ("num_epochs", 2)):
-        message = rf"{length}=1, but the run in .* already has {number} "
-        raised(ValueError, counted, begin, tmp_path, match=message, **{length: 1})
-    assert_same(begin, linear_state())  # nothing was taken over
-    assert tiny.steps_in(tmp_path)[-1] == 8
+    rx.save(directory / "own", dataclasses.replace(begin, step=begin.step + 5))
+    return directory
 
+
+def three_steps_later() -> Any:
+    begin = linear_state()
+    return dataclasses.replace(begin, step=begin.step + 3)
+
+
+NOT_THE_RUN: dict[str, tuple[Any, str, Any, str]] = {
+    "a later state": (
+        three_steps_later,
+        ".",
+        EXAMPLES,
+        r"state is at step 3, but .* runs that began at \[0\], up to step 8",
+    ),
+    "a checkpoint of no run": (
+        linear_state,
+        "own",
+        EXAMPLES,
+        r"that no run of fit wrote, up to step 5",
+    ),
+    "another model": (
+        functools.partial(linear_state, dim=3),
+        ".",
+        tiny.make_examples(22, dim=3),
+        r"model/bias: float32\[3\] in the state, flo",
+    ),
+    "fewer examples": (
+        linear_state,
+        ".",
+        EXAMPLES[:20],
+        r"examples is 20, but was 22 when .*allow_changes=True",
+    ),
+    "another order": (
+        linear_state,
+        ".",
+        rx.Data(EXAMPLES, shuffle=False),
+        r"order of the examples is None, but was feistel",
+    ),
+    "a stream": (
+        linear_state,
+        ".",
+        rx.Stream(EXAMPLES),
+        r"the number of train_examples is None, but was 22",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_THE_RUN)
+def test_what_is_not_the_run_is_refused(run_of_8: pathlib.Path, case: str) -> None:
+    """Another beginning or model, and unless it is allowed, another number or order of
+    examples."""
+    make_state, directory, examples, message = NOT_THE_RUN[case]
+    state = make_state()
+    raised(
+        ValueError,
+        counted,
+        state,
+        run_of_8 / directory,
+        examples,
+        prefetch=None,
+        match=message,
+    )
+    assert_same(state, make_state())  # nothing was taken over
+    assert tiny.steps_in(run_of_8)[-1] == 8
+
+
+@pytest.mark.parametrize(("length", "number"), [("num_steps", 8), ("num_epochs", 2)])
+def test_a_run_that_is_longer_already_is_refused(
+    run_of_8: pathlib.Path, length: str, number: int
+) -> None:
+    begin = linear_state()
+    message = rf"{length}=1, but the run in .* already has {number} "
+    raised(ValueError, counted, begin, run_of_8, match=message, **{length: 1})
+    assert_same(begin, linear_state())
+    assert tiny.steps_in(run_of_8)[-1] == 8
+
+
+def test_another_batch_size_is_refused_unless_it_is_allowed(
+    run_of_8: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    directory = shutil.copytree(run_of_8, tmp_path / "run")
     with pytest.raises(
         ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"
     ):
-        counted(None, tmp_path, batch_size=2, num_epochs=3)
+        counted(None, directory, batch_size=2, num_epochs=3)
     spy = Collate()
-    allowed = rx.Checkpoints(tmp_path, allow_changes=True)
+    allowed = rx.Checkpoints(directory, allow_changes=True)
     counted(None, allowed, collate_fn=spy, batch_size=2, num_epochs=3)
     # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a
     # third one follows.
     assert len(spy.ids) == (11 - 6) * 2 + 11 * 2
-    run: Any = rx.list_checkpoints(tmp_path)[-1].run
+    run: Any = rx.list_checkpoints(directory)[-1].run
     assert run.batch_size == 2
 
 
