@@ -158,10 +158,15 @@ class Scaled(eqx.Module):
     inner: Any
 
 
-def test_what_is_refused_to_write(tmp_path):
-    model = load_pretrained(
-        write(tmp_path / "old", "llama", make_arrays("llama")), stacked=True
+@pytest.fixture(scope="module")
+def a_llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    return load_pretrained(
+        write(directory, "llama", make_arrays("llama")), stacked=True
     )
+
+
+def test_something_else_than_a_model_is_refused(tmp_path):
     target = tmp_path / "new"
     raised(
         TypeError,
@@ -170,52 +175,70 @@ def test_what_is_refused_to_write(tmp_path):
         target,
         match=r"got a dict|model\.Model",
     )
+    assert not target.exists()
+
+
+def test_shards_of_no_size_are_refused(a_llama, tmp_path):
+    target = tmp_path / "new"
     raised(
         ValueError,
         save_pretrained,
-        model,
+        a_llama,
         target,
         max_shard_bytes=0,
         match="max_shard_bytes=0",
     )
-    norm = model.model.norm
-    for where, value, message in (
-        (
-            lambda m: m,
-            eqx.filter_eval_shape(lambda x: x, model),
-            "model.embed_tokens.weight is abstract",
+    assert not target.exists()
+
+
+def with_deleted_norm(model):
+    deleted = jnp.ones(64)
+    deleted.delete()
+    return eqx.tree_at(lambda m: m.model.norm.weight, model, deleted)
+
+
+UNWRITABLE = {
+    "abstract": (
+        lambda model: eqx.filter_eval_shape(lambda x: x, model),
+        "model.embed_tokens.weight is abstract",
+    ),
+    "integers": (
+        lambda model: eqx.tree_at(
+            lambda m: m.model.norm.weight, model, jnp.ones(64, int)
         ),
-        (
-            lambda m: m.model.norm.weight,
-            jnp.ones(64, int),
-            "model.norm.weight is int32",
-        ),
-        (lambda m: m.lm_head, None, "1 missing: lm_head.weight"),
-        (
-            lambda m: m.model.norm.weight,
-            jnp.ones(3),
-            "of a wrong shape: model.norm.weight [3] instead of [64]",
-        ),
-        (lambda m: m.model.norm, Scaled(norm), "1 unknown: model.norm.inner.weight"),
-    ):
-        raised(
-            ValueError,
-            save_pretrained,
-            eqx.tree_at(where, model, value),
-            target,
-            match=re.escape(message),
-        )
-    norm.weight.delete()
+        "model.norm.weight is int32",
+    ),
+    "missing": (
+        lambda model: eqx.tree_at(lambda m: m.lm_head, model, None),
+        "1 missing: lm_head.weight",
+    ),
+    "another shape": (
+        lambda model: eqx.tree_at(lambda m: m.model.norm.weight, model, jnp.ones(3)),
+        "of a wrong shape: model.norm.weight [3] instead of [64]",
+    ),
+    "another path": (
+        lambda model: eqx.tree_at(lambda m: m.model.norm, model, replace_fn=Scaled),
+        "1 unknown: model.norm.inner.weight",
+    ),
+    "deleted": (with_deleted_norm, "model.norm.weight has been deleted"),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_arrays_that_are_not_those_of_the_family_are_refused(a_llama, tmp_path, case):
+    change, message = UNWRITABLE[case]
+    target = tmp_path / "new"
     raised(
-        ValueError,
-        save_pretrained,
-        model,
-        target,
-        match=r"model\.norm\.weight has been deleted",
+        ValueError, save_pretrained, change(a_llama), target, match=re.escape(message)
     )
     assert not target.exists()
+
+
+def test_a_file_in_place_of_the_directory_is_refused(a_llama, tmp_path):
+    target = tmp_path / "new"
     target.write_text("a file")
-    raised(FileExistsError, save_pretrained, load_pretrained(tmp_path / "old"), target)
+    raised(FileExistsError, save_pretrained, a_llama, target)
+    assert target.read_text() == "a file"
 
 
 class Killed(BaseException):
