@@ -442,11 +442,11 @@ def _groups_of_squares(
     open. This is a guess.
     """
     names = [matrix.name_in(scope)[-1] for matrix in squares]
-    num_alike = Counter(name.rstrip("0123456789") for name in names)
+    stems = [name.rstrip("0123456789") for name in names]
+    num_alike = Counter(stems)
     last = [m for m in squares if _is_last(scope, m)]
     numbered = []
-    for matrix, name in zip(squares, names):
-        stem = name.rstrip("0123456789")
+    for matrix, name, stem in zip(squares, names, stems):
         if stem != name and num_alike[stem] > 1 and matrix not in last:
             numbered.append(matrix)
     others = [m for m in squares if m not in last and m not in numbered]
