@@ -1,7 +1,6 @@
 """Functions in a model that hold arrays: no rule, optimizer or checkpoint sees
 these."""
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -20,6 +19,7 @@ from redco_eqx._base.tree import (
     is_trainable,
     join,
     parts_of,
+    static_fields,
 )
 
 
@@ -48,11 +48,8 @@ def check_captured(where: str, tree: PyTree) -> None:
 def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf and every value of a static field that can be called, with its path;
     also those in a list, dict or dataclass in a static field."""
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            if field.metadata.get("static", False):
-                value = getattr(tree, field.name, None)
-                yield from _callables_in(value, join(path, field.name))
+    for name, value in static_fields(tree):
+        yield from _callables_in(value, join(path, name))
     inner = children(tree)
     if not inner and callable(tree):
         yield path, tree

@@ -6,7 +6,7 @@ checkpoints, files and errors.
 
 import dataclasses
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -198,6 +198,15 @@ def parts_of(value: object) -> dict[str, Any] | None:
         names = [field.name for field in dataclasses.fields(value)]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return None
+
+
+def static_fields(node: object) -> Iterator[tuple[str, Any]]:
+    """The static fields of a module itself, with their values."""
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        return
+    for field in dataclasses.fields(node):
+        if field.metadata.get("static", False) and hasattr(node, field.name):
+            yield field.name, getattr(node, field.name)
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:

@@ -3,13 +3,12 @@ values that could change are copied."""
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
 from jaxtyping import PyTree
 
-from redco_eqx._base.tree import children, is_array, join, parts_of
+from redco_eqx._base.tree import children, is_array, join, parts_of, static_fields
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ def check_static(tree: PyTree, path: str = "") -> None:
     An array would be compared by value on each call. Without a value to compare, a
     change would not be noticed.
     """
-    for name, value in _static_fields(tree):
+    for name, value in static_fields(tree):
         where = join(path, name)
         _check_parts(where, value)
         if not _is_hashable(value) and not _equals_copy(value):
@@ -43,7 +42,7 @@ def with_own_static(tree: T) -> T:
     parts = [with_own_static(child) for _, child in pairs]
     values = {
         name: _copied(value)
-        for name, value in _static_fields(tree)
+        for name, value in static_fields(tree)
         if not _is_hashable(value)
     }
     is_same = all(part is child for part, (_, child) in zip(parts, pairs))
@@ -54,15 +53,6 @@ def with_own_static(tree: T) -> T:
     for name, value in values.items():
         object.__setattr__(own, name, value)  # a module is frozen
     return own
-
-
-def _static_fields(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """The static fields of a module itself, with their values."""
-    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
-        return
-    for field in dataclasses.fields(tree):
-        if field.metadata.get("static", False) and hasattr(tree, field.name):
-            yield field.name, getattr(tree, field.name)
 
 
 def _is_hashable(value: Any) -> bool:
