@@ -1,4 +1,4 @@
-"""Distributed training of any Equinox model: two sharding rules, three functions, pure
+"""Train Equinox models on many devices: two sharding rules, three functions, pure
 steps."""
 
 import importlib

@@ -1,4 +1,4 @@
-"""`explain`: a layout for any model, with reasons. `shard_rules`: only the layout.
+"""`explain`: a layout for a model, with reasons. `shard_rules`: only the layout.
 
 The layout comes from the program that uses the model, or else from paths, types and
 shapes. Both functions accept abstract models (`eqx.filter_eval_shape`) and an
@@ -63,12 +63,12 @@ def shard_rules(
     `NamedSharding` per array.
 
     With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis
-    splits. This works for any architecture and any names: among all splits that do not
-    clash, it takes those that send the least for the work that they divide. Without a
-    program, two rules decide by names, types and shapes (RedCoast, section 3.1):
-    consecutive Linear layers alternate between column and row splits, and an
-    attention's output projection is split opposite to its query, key and value.
-    Embeddings and heads are split over the vocabulary.
+    splits, whatever the names are: among all splits that do not clash, those that send
+    the least for the work that they divide. An operation without a rule takes its
+    operands whole. Without a program, two rules decide by names, types and shapes
+    (RedCoast, section 3.1): consecutive Linear layers alternate between column and row
+    splits, and an attention's output projection is split opposite to its query, key and
+    value. Embeddings and heads are split over the vocabulary.
 
     The `fsdp` axis then splits the largest remaining dim of every matrix. Arrays of at
     least 4 MiB that `tensor` cannot split (because heads or a vocabulary do not divide
