@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from redco_eqx._sharding.mesh import make_mesh as make_mesh
     from redco_eqx._sharding.rules import explain as explain
     from redco_eqx._sharding.rules import shard_rules as shard_rules
+    from redco_eqx._step.guard import skip_nonfinite as skip_nonfinite
     from redco_eqx._step.init import init_state as init_state
     from redco_eqx._step.state import TrainState as TrainState
     from redco_eqx._step.steps import eval_step as eval_step
     from redco_eqx._step.steps import jit_step as jit_step
     from redco_eqx._step.steps import predict_step as predict_step
     from redco_eqx._step.steps import train_step as train_step
-    from redco_eqx._step.window import skip_nonfinite as skip_nonfinite
     from redco_eqx._training.evaluation import Evaluation as Evaluation
     from redco_eqx._training.evaluation import evaluate as evaluate
     from redco_eqx._training.evaluation import predict as predict
@@ -70,10 +70,10 @@ _NAMES_IN = {
     "_sharding.kinds": ("parameter_kinds",),
     "_sharding.mesh": ("batch_sharding", "make_mesh"),
     "_sharding.rules": ("explain", "shard_rules"),
+    "_step.guard": ("skip_nonfinite",),
     "_step.init": ("init_state",),
     "_step.state": ("TrainState",),
     "_step.steps": ("eval_step", "jit_step", "predict_step", "train_step"),
-    "_step.window": ("skip_nonfinite",),
     "_training.evaluation": ("Evaluation", "evaluate", "predict"),
     "_training.fit": ("fit", "num_train_steps"),
     "_training.loggers": ("ConsoleLogger", "JSONLLogger"),

@@ -19,9 +19,9 @@ from redco_eqx._planning.plan import MeshPlan as MeshPlan
 from redco_eqx._sharding.explanation import Decision as Decision
 from redco_eqx._sharding.explanation import Explanation as Explanation
 from redco_eqx._sharding.rules import Overrides as Overrides
+from redco_eqx._step.step_functions import StepFn as StepFn
+from redco_eqx._step.step_functions import TrainStepFn as TrainStepFn
 from redco_eqx._step.steps import JittedStep as JittedStep
-from redco_eqx._step.window import StepFn as StepFn
-from redco_eqx._step.window import TrainStepFn as TrainStepFn
 from redco_eqx._training.course import Hook as Hook
 from redco_eqx._training.evaluation import MetricFn as MetricFn
 from redco_eqx._training.loggers import History as History

@@ -6,9 +6,9 @@ A training step on its way from `fit` to XLA:
 1. `fit` (`_training/fit.py`) checks its arguments and builds a `Training`. Its `loop`
    (`_training/loop.py`) takes one batch after the other.
 2. For the first batch of each shape, `train_program` (`_training/program.py`) wraps
-   `train_step` in `guarded` (`window.py`: change nothing unless it is finite) and in
-   `accumulated` (add the metrics up on the devices), lowers it, and compiles it, unless
-   `compile_once` (`compile_cache.py`) has the program already.
+   `train_step` in `guarded` (`guard.py`: change nothing unless it is finite) and in
+   `accumulated` (`window.py`: add the metrics up on the devices), lowers it, and
+   compiles it, unless `compile_once` (`compile_cache.py`) has the program already.
 3. While JAX traces it, `train_step` below reads the layout from the shardings and
    splits the rows of the batch (`layout.py`).
 4. `program_of` (`passes.py`) traces the loss once, as a program of plain arrays, and

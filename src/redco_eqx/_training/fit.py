@@ -42,8 +42,8 @@ from redco_eqx._step.state import (
     state_mesh,
     step_of,
 )
+from redco_eqx._step.step_functions import TrainStepFn
 from redco_eqx._step.steps import JittedStep, train_step
-from redco_eqx._step.window import TrainStepFn
 from redco_eqx._training.course import AT_END, Course, Hook, InterruptFlag
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter

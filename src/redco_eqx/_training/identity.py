@@ -41,7 +41,7 @@ from redco_eqx._sharding.pieces import (
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.passes import on_arrays
 from redco_eqx._step.state import TrainState, state_mesh
-from redco_eqx._step.window import TrainStepFn
+from redco_eqx._step.step_functions import TrainStepFn
 from redco_eqx._training.program import reduces_once
 
 _Checksums: TypeAlias = dict[str, dict[str, int]]

@@ -25,8 +25,10 @@ from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog, leave_call
 from redco_eqx._sharding.mesh import axis_size, put_global, replicated
 from redco_eqx._step.compile_cache import signature
+from redco_eqx._step.guard import all_finite
 from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
-from redco_eqx._step.window import TrainStepFn, Window, all_finite
+from redco_eqx._step.step_functions import TrainStepFn
+from redco_eqx._step.window import Window
 from redco_eqx._training.course import (
     Course,
     Due,

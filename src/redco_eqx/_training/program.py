@@ -11,10 +11,12 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from redco_eqx._base.protocols import Batch, LossFn, without_options
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.compile_cache import compile_once
+from redco_eqx._step.guard import guarded
 from redco_eqx._step.passed_through import frozen_passed_through
 from redco_eqx._step.state import TrainState, state_mesh
+from redco_eqx._step.step_functions import TrainStepFn
 from redco_eqx._step.steps import corrected, train_step
-from redco_eqx._step.window import TrainStepFn, Window, accumulated, guarded
+from redco_eqx._step.window import Window, accumulated
 
 
 class TrainProgram(NamedTuple):
