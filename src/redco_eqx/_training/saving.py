@@ -319,14 +319,17 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
                 unknown[path] = error
     runs = {info.path: info.run for info in infos if info.run is not None}
     begins = {run.begin for run in runs.values()}
-    # If no run began at this step, the state comes from a checkpoint of an unfinished
-    # run.
-    among = [
-        x
-        for x, run in runs.items()
-        if run.step == step and not run.finished and step not in begins
-    ]
-    begin = step if step in begins else runs[among[-1]].begin if among else None
+    begin = None
+    same_step = None
+    if step in begins:
+        begin = step
+    else:
+        # The state may come from a checkpoint of an unfinished run: from the last one
+        # in the order of `entries`.
+        for path, run in runs.items():
+            if run.step == step and not run.finished:
+                begin = run.begin
+                same_step = path.name
     if begin is None:
         if unknown:
             path, error = unknown.popitem()
@@ -351,9 +354,8 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             )
         return [], None
     chosen = {*unknown, *(path for path, run in runs.items() if run.begin == begin)}
-    return [path.name for *_, path in reversed(found) if path in chosen], among[
-        -1
-    ].name if among else None
+    newest_first = [path.name for *_, path in reversed(found) if path in chosen]
+    return newest_first, same_step
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
