@@ -52,18 +52,17 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
     assert scores[-1] > linear - 0.08, "after 120 steps"
 
 
-def test_tables_are_read_and_learnt(tmp_path):
+@pytest.mark.parametrize(
+    ("task", "label", "least", "gap"),
+    [("classification", "kind", 0.85, 0.1), ("regression", "score", 0.5, 0.15)],
+)
+def test_tables_are_read_and_learnt(tmp_path, task, label, least, gap):
     flags = write_tables(tmp_path)
-    for task, label, least, gap in (
-        ("classification", "kind", 0.85, 0.1),
-        ("regression", "score", 0.5, 0.15),
-    ):
-        scores, linear = example.main(
-            [*flags, "--task", task, "--label", label, "--epochs", "5"]
-        )[task]
-        assert len(scores) == 5
-        assert linear > least
-        assert scores[-1] > linear - gap, "after 40 steps"
+    results = example.main([*flags, "--task", task, "--label", label, "--epochs", "5"])
+    scores, linear = results[task]
+    assert len(scores) == 5
+    assert linear > least
+    assert scores[-1] > linear - gap, "after 40 steps"
 
 
 def table(directory, split, text, label, columns=None):
@@ -73,22 +72,20 @@ def table(directory, split, text, label, columns=None):
     return table_data.table(args, split)
 
 
-def test_formats_give_the_same_rows(tmp_path):
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "jsonl"])
+def test_formats_give_the_same_rows(tmp_path, suffix):
     expected = list(text_tables.rows(20, 2))
     expected[3]["first"] = 'says "no", twice'
     pairs = [((row["first"], row["second"]), row["kind"]) for row in expected]
-    for suffix in ("csv", "tsv", "parquet", "jsonl"):
-        text_tables.write(tmp_path / f"{suffix}.{suffix}", expected)
-        assert table(tmp_path, suffix, ["first", "second"], "kind") == pairs
-    # Without a header, by given names, as in CoLA.
+    text_tables.write(tmp_path / f"train.{suffix}", expected)
+    assert table(tmp_path, "train", ["first", "second"], "kind") == pairs
+
+
+def test_a_table_without_a_header_is_read_by_given_names(tmp_path):
+    """As that of CoLA."""
     (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')
-    found = table(
-        tmp_path,
-        "train",
-        ["sentence"],
-        "label",
-        ["source", "label", "marker", "sentence"],
-    )
+    columns = ["source", "label", "marker", "sentence"]
+    found = table(tmp_path, "train", ["sentence"], "label", columns)
     assert found == [(('He "said so.',), "1"), (("So he",), "0")]
 
 
@@ -108,28 +105,46 @@ def test_docstrings_are_split_once_and_for_all():
     assert {kind for _, kind in train} == {0, 1, 2}
 
 
-def test_data_that_cannot_be_used_are_named(tmp_path):
+def test_images_in_another_format_are_named(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
     with pytest.raises(
         ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"
     ):
         digits_data.digits(str(tmp_path))
+
+
+BY_KIND = ["--text", "first", "--label", "kind"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ["--task", "classification"],
+            "no column 'label' among first, second, kind, score",
+        ),
+        (["--task", "regression", *BY_KIND], "is not a number"),
+    ],
+    ids=["without labels", "words for numbers"],
+)
+def test_a_column_that_cannot_be_used_is_named(tmp_path, more, words):
     flags = write_tables(tmp_path)
-    by_kind = ["--text", "first", "--label", "kind"]
-    unlabelled = [*flags, "--task", "classification"]
-    assert_ends_with_one_line(
-        example.main, unlabelled, "no column 'label' among first, second, kind, score"
-    )
-    assert_ends_with_one_line(
-        example.main, [*flags, "--task", "regression", *by_kind], "is not a number"
-    )
+    assert_ends_with_one_line(example.main, [*flags, *more], words)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("ay\tcalm\nno\n", "row 1 lacks a text or its kind"),
+        ("ay\twild\n", "'wild' is not among those"),
+    ],
+    ids=["a short row", "an unknown kind"],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path, rows, words):
     (tmp_path / "train.tsv").write_text("first\tkind\nay\tcalm\nno\tgrim\n")
-    (tmp_path / "dev.parquet").unlink()
-    lacks, wild = "row 1 lacks a text or its kind", "'wild' is not among those"
-    for rows, words in (("ay\tcalm\nno\n", lacks), ("ay\twild\n", wild)):
-        (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
-        flags = ["--data", str(tmp_path), "--task", "classification", *by_kind]
-        assert_ends_with_one_line(example.main, flags, words)
+    (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
+    flags = ["--data", str(tmp_path), "--task", "classification", *BY_KIND]
+    assert_ends_with_one_line(example.main, flags, words)
 
 
 # BERT and RoBERTa: what they learn, what lies there afterwards, what is refused.

@@ -106,14 +106,16 @@ def test_images_and_captions_are_those_of_the_annotations(coco):
         )
 
 
-def test_annotations_in_another_form_are_named(tmp_path):
+@pytest.mark.parametrize(
+    "content", ["[", "[]", '{"images": [{"id": 1}], "annotations": []}']
+)
+def test_annotations_in_another_form_are_named(tmp_path, content):
     (tmp_path / "annotations").mkdir()
-    for content in ("[", "[]", '{"images": [{"id": 1}], "annotations": []}'):
-        (tmp_path / "annotations" / "captions_train2017.json").write_text(content)
-        with pytest.raises(
-            ValueError, match=r"captions_train2017.json: not in COCO's form"
-        ):
-            example.coco(str(tmp_path), "train2017")
+    (tmp_path / "annotations" / "captions_train2017.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"captions_train2017.json: not in COCO's form"
+    ):
+        example.coco(str(tmp_path), "train2017")
 
 
 def test_pictures_are_what_their_captions_say():

@@ -74,30 +74,28 @@ def test_the_second_order_is_that_of_a_finite_difference_and_the_first_leaves_it
     )
 
 
-def test_the_halves_of_a_task_have_the_same_classes_and_no_image_in_common():
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+def test_the_halves_of_a_task_have_the_same_classes_and_no_image_in_common(named):
     kinds = [
         np.full((4, 2, 2, 1), 10 * i) + np.arange(4).reshape(4, 1, 1, 1)
         for i in range(6)
     ]
-    args = types.SimpleNamespace(ways=3, shots=2)
-    for named in (False, True):
-        draw = {
-            "draw": maml.few_images,
-            "seed": 1,
-            "kinds": kinds,
-            "args": args,
-            "named": named,
-        }
-        batch = maml.collate_fn(list(range(20)), **draw)
-        assert batch["x"].shape == (20, 2, 6, 2, 2, 1)
-        for images, y in zip(batch["x"], batch["y"]):
-            x = np.rint((images[..., 0, 0, 0] + 1) * 128).astype(int)
-            np.testing.assert_array_equal(y[0], y[1])
-            np.testing.assert_array_equal(x[0] // 10, x[1] // 10)
-            assert len(set(x.ravel().tolist())) == 12
-            np.testing.assert_array_equal(
-                np.unique(y), np.unique(x // 10) if named else np.arange(3)
-            )
+    draw = {
+        "draw": maml.few_images,
+        "seed": 1,
+        "kinds": kinds,
+        "args": types.SimpleNamespace(ways=3, shots=2),
+        "named": named,
+    }
+    batch = maml.collate_fn(list(range(20)), **draw)
+    assert batch["x"].shape == (20, 2, 6, 2, 2, 1)
+    for images, y in zip(batch["x"], batch["y"]):
+        x = np.rint((images[..., 0, 0, 0] + 1) * 128).astype(int)
+        np.testing.assert_array_equal(y[0], y[1])
+        np.testing.assert_array_equal(x[0] // 10, x[1] // 10)
+        assert len(set(x.ravel().tolist())) == 12
+        names = np.unique(x // 10) if named else np.arange(3)
+        np.testing.assert_array_equal(np.unique(y), names)
 
 
 def test_the_same_number_is_the_same_task():

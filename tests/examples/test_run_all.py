@@ -1,6 +1,7 @@
 """The table of the examples: what counts as a line of code, what a bound says, which
 rows are replaced."""
 
+import pytest
 import run_all
 
 
@@ -14,15 +15,18 @@ def test_an_example_counts_each_file_of_the_folder_that_it_imports():
     assert generate in run_all.files_of(run_all.file_of("lora")), "by way of another"
 
 
-def test_bounds():
-    for bound, number, baseline, expected in (
+@pytest.mark.parametrize(
+    ("bound", "number", "baseline", "expected"),
+    [
         (">= 0.9", 0.9, 0.0, True),
         (">= 0.9", 0.89, 0.0, False),
         ("<= 2", 2.1, 0.0, False),
         ("within 1%", -1.005, -1.0, True),
         ("within 1%", 1.02, 1.0, False),
-    ):
-        assert run_all.is_met(bound, number, baseline) is expected, (bound, number)
+    ],
+)
+def test_bounds(bound, number, baseline, expected):
+    assert run_all.is_met(bound, number, baseline) is expected
 
 
 def test_of_many_runs_the_worst_last_number_counts():
