@@ -60,14 +60,15 @@ def write_wiki(directory, form, train, valid):
     (directory / names[form].format("valid")).write_text(valid, "utf-8")
 
 
-def test_articles_are_read_whole_and_apart(tmp_path):
+@pytest.mark.parametrize("form", ["tokens", "raw", "txt", "parquet"])
+def test_articles_are_read_whole_and_apart(tmp_path, form):
     train, valid = articles(0, 5), articles(5, 2)
-    for form in ("tokens", "raw", "txt", "parquet"):
-        (tmp_path / form).mkdir()
-        write_wiki(tmp_path / form, form, train, valid)
-        expected = [x.strip() for x in train], [x.strip() for x in valid]
-        assert text_data.articles(str(tmp_path / form)) == expected
-    # One article, without headings.
+    write_wiki(tmp_path, form, train, valid)
+    expected = [x.strip() for x in train], [x.strip() for x in valid]
+    assert text_data.articles(str(tmp_path)) == expected
+
+
+def test_a_text_without_headings_is_one_article(tmp_path):
     write_wiki(tmp_path, "txt", "One line .\nAnother one .\n", "A third .")
     assert text_data.articles(str(tmp_path)) == (
         ["One line .\nAnother one ."],
@@ -75,24 +76,27 @@ def test_articles_are_read_whole_and_apart(tmp_path):
     )
 
 
-def test_what_is_missing_in_a_directory_of_texts_is_named(tmp_path):
-    for add, message in (
-        (
-            lambda: None,
-            r"there is no train in it, as wiki\.train\.tokens, train\.txt or",
-        ),
-        (
-            lambda: (tmp_path / "train.txt").write_text("text"),
-            "there is no valid or validation or test in it",
-        ),
-        (
-            lambda: text_tables.write(tmp_path / "valid.parquet", [{"line": "a"}]),
-            "no column 'text' among line",
-        ),
+def test_a_directory_without_texts_to_train_on_is_named(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"there is no train in it, as wiki\.train\.tokens, train\.txt or",
     ):
-        add()
-        with pytest.raises(ValueError, match=message):
-            text_data.articles(str(tmp_path))
+        text_data.articles(str(tmp_path))
+
+
+def test_a_directory_without_texts_to_evaluate_on_is_named(tmp_path):
+    (tmp_path / "train.txt").write_text("text")
+    with pytest.raises(
+        ValueError, match="there is no valid or validation or test in it"
+    ):
+        text_data.articles(str(tmp_path))
+
+
+def test_a_table_without_a_column_of_texts_is_named(tmp_path):
+    (tmp_path / "train.txt").write_text("text")
+    text_tables.write(tmp_path / "valid.parquet", [{"line": "a"}])
+    with pytest.raises(ValueError, match="no column 'text' among line"):
+        text_data.articles(str(tmp_path))
 
 
 # The runs.
@@ -325,19 +329,28 @@ def test_signatures_come_from_docstrings():
     ]
 
 
-def test_data_that_cannot_be_used_are_named(run, tmp_path):
-    rows, prompts = tmp_path / "rows.json", tmp_path / "prompts.json"
-    assert_ends_with_one_line(example.main, [*TINY, "--data", str(rows)], "rows.json")
-    for content, words in (
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "rows.json"),
         (
             '[{"instruction": "a", "output": "b"}, {"prompt": "a"}]',
             "row 1 needs instruction, output",
         ),
         ("{}", "a list of objects was expected, not dict"),
         ("[", "rows.json: not JSON"),
-    ):
+    ],
+    ids=["missing", "other fields", "no list", "no JSON"],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path, content, words):
+    rows = tmp_path / "rows.json"
+    if content is not None:
         rows.write_text(content)
-        assert_ends_with_one_line(example.main, [*TINY, "--data", str(rows)], words)
+    assert_ends_with_one_line(example.main, [*TINY, "--data", str(rows)], words)
+
+
+def test_prompts_and_models_that_cannot_be_used_are_named(run, tmp_path):
+    prompts = tmp_path / "prompts.json"
     for content in ("[]", '["import", {"output": "x"}]', "[{}]"):
         prompts.write_text(content)
         with pytest.raises(
