@@ -109,6 +109,25 @@ OF_ANOTHER_TYPE = [
         "attention_mask ... a OtherTensor",
     ),
     refused(
+        "model-attention_mask-float",
+        lambda: language_model()(
+            TOKENS, attention_mask=np.zeros(TOKENS.shape, np.float32)
+        ),
+        "LlamaForCausalLM: attention_mask is float32 ... mask == 0",
+    ),
+    refused(
+        "encoder_decoder-attention_mask-float",
+        lambda: text_to_text_model()(
+            TOKENS, TOKENS, attention_mask=np.ones(TOKENS.shape, np.float16)
+        ),
+        "T5ForConditionalGeneration: attention_mask is float16 ... mask != 0",
+    ),
+    refused(
+        "generate-attention_mask-float",
+        lambda: generate(attention_mask=np.ones((1, 2), np.float32)),
+        "generate: attention_mask is float32",
+    ),
+    refused(
         "model-segments-lists",
         lambda: language_model().hidden_states(TOKENS, segments=[[1, 1]]),
         "segments ... a list",

@@ -179,15 +179,27 @@ def check_names(model: Model, given: Collection[str], taken: Collection[str]) ->
 
 def check_arrays(name: str, **given: Any) -> None:
     """Raise `TypeError` for tokens, or what belongs to each token, that are not an
-    array. `name` is that of the model or function that they were given to."""
+    array, and for a mask of floating numbers. `name` is that of the model or function
+    that they were given to."""
     for argument, x in given.items():
-        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+        if x is None:
+            continue
+        if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(
                 f"{name}: {argument} must be an array, (batch, length), but is a "
                 f"{type(x).__name__}. For text, pass tokenizer(texts, padding=True, "
                 'return_tensors="np")["input_ids"]. For lists of one length, or a '
                 "tensor of another library, pass np.array(ids). Pad other lists, and "
                 "pass an attention_mask, too."
+            )
+        is_floating = jnp.issubdtype(x.dtype, jnp.floating)
+        if argument.endswith("mask") and is_floating:
+            # 0 and -1e9, to be added to scores, would mean the opposite.
+            raise TypeError(
+                f"{name}: {argument} is {x.dtype}{list(x.shape)}, but it must be "
+                "booleans or integers: 1 for each token, 0 for padding. Of a mask that "
+                "is added to scores (0 and a large negative number), pass mask == 0. "
+                "Of one with 1.0 and 0.0, pass mask != 0."
             )
 
 
