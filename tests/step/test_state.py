@@ -341,7 +341,7 @@ UNTRAINABLE: dict[str, tuple[Any, str]] = {
     ),
     "no_arrays": (
         lambda mesh: {"a": "text"},
-        r"model is a dict without arrays.*Pass an Equinox model.*load_pretrained",
+        r"model is a dict without arrays.*Pass an Equinox model.*PyTorch",
     ),
     "one_path_twice": (
         lambda mesh: {"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)},

@@ -111,7 +111,7 @@ def init_state(
         raise ValueError(
             f"init_state: model is a {type(model).__name__} without arrays, so an "
             "optimizer has nothing to train. Pass an Equinox model. (A model of "
-            "PyTorch is none; redco_eqx_models.load_pretrained reads its files.)"
+            "another library, such as PyTorch, is none.)"
         )
     if optimizer is not None and not chosen:
         raise ValueError(
