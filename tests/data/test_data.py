@@ -186,6 +186,16 @@ def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch
     assert no_threads_left()
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
 @pytest.mark.parametrize(
     ("short", "pause", "in_thread"),
     [(math.inf, 0.05, True), (math.inf, 0, False), (0, 0, True)],
@@ -194,17 +204,19 @@ def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch
 def test_the_thread_makes_batches_if_that_saves_time(
     short, pause, in_thread, monkeypatch
 ):
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
     monkeypatch.setattr(workers, "CHEAP_SECONDS", 0.01)
     monkeypatch.setattr(workers, "SHORT_SECONDS", short)
     threads = []
 
     def slow(examples):
         threads.append(threading.current_thread())
-        time.sleep(0.02)
+        clock.now += 0.02
         return collate(examples)
 
     for _ in batches(range(80), slow, prefetch=1):
-        time.sleep(pause)
+        clock.now += pause
     others = [thread is not threading.main_thread() for thread in threads]
     assert no_threads_left()
     # The first batch, whose time is not known yet, and the second, which no consumer

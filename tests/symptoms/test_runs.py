@@ -91,15 +91,19 @@ def test_flax_5110_what_is_restored_is_laid_out_like_the_state_that_is_given(
 
 
 def sizes_seen(function: Any) -> set[int]:
-    """The numbers of elements of the arrays on the first device while it runs."""
+    """The numbers of elements of the arrays on the first device that appear while it
+    runs."""
     seen: set[int] = set()
     is_done = threading.Event()
     first = jax.devices()[0]
+    # Other tests may have left some.
+    earlier = {id(x): x for x in jax.live_arrays()}
 
     def watch() -> None:
         while not is_done.is_set():
             for x in jax.live_arrays():
-                if first in x.sharding.device_set and not x.is_deleted():
+                is_new = id(x) not in earlier
+                if is_new and first in x.sharding.device_set and not x.is_deleted():
                     seen.add(int(np.prod(x.sharding.shard_shape(x.shape))))
 
     before = sys.getswitchinterval()
