@@ -98,7 +98,7 @@ def test_rates(
     # Devices that are always done with a window when the next step is dispatched.
     monkeypatch.setattr(Training, "_catch_up", catch_up_when_done)
     clock = types.SimpleNamespace(perf_counter=lambda: now)
-    for module in ("run", "in_flight", "loggers"):
+    for module in ("loop", "in_flight", "loggers"):
         monkeypatch.setattr(f"redco_eqx._training.{module}.time", clock)
     # As if the device were one that has a peak.
     chip = np.array([types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
