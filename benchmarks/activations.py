@@ -5,7 +5,8 @@ without: a table.
     # Use the compiler of a TPU slice that is not there:
     python benchmarks/activations.py --target v5e:2x4
 
-Each row compiles two steps of AdamW for eight devices; nothing is run. MB are those
+Each row compiles two steps of AdamW for eight devices; nothing is run. The last rows
+are models in the style of users, see `strangers.py`. MB are those
 that a device sends by the ring algorithm: in the step without, and in the step with
 split activations, as predicted and as compiled. `work` is the compiler's count of
 operations of a device, with over without. `temporaries` are in MiB of a device, without
@@ -25,6 +26,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from strangers import strangers
 from workloads import COMPILER_OPTIONS, table
 
 import redco_eqx as rx
@@ -82,7 +84,7 @@ class Row(NamedTuple):
     name: str
     make: Callable[[Any], Any]
     loss_fn: Callable[..., Any]
-    batch: jax.ShapeDtypeStruct
+    batch: Any
     tensor: int = 4
 
 
@@ -117,6 +119,7 @@ ROWS = [
     _text("transformer, a row for each data shard, 512", 2, 512),
     _text("transformer, a row for each data shard, 2048", 2, 2048),
     _text("transformer, width 128, 8 rows of 64", 8, 64, dim=128),
+    *(Row(each.name, each.make, each.loss, each.batch) for each in strangers()[0]),
 ]
 
 
@@ -159,14 +162,14 @@ def measured(row: Row, target: str | None) -> list[str]:
             shardings=explanation.shardings,
         )
         lowered = jax.jit(step, donate_argnums=0).lower(
-            state, lay(row.batch, rx.batch_sharding(mesh))
+            state, jax.tree.map(lambda x: lay(x, rx.batch_sharding(mesh)), row.batch)
         )
         compiled: Any = lowered.compile(compiler_options=options)
         sent.append(rx.communication(compiled, mesh).total.sent_bytes)
         flops.append(compiled.cost_analysis()["flops"])
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     memory = [f"{x / 2**20:.1f}" for x in temporaries]
-    numbers = [f"{x / 1e6:.2f}" for x in (sent[0], predicted, sent[1])]
+    numbers = [f"{x / 1e6:.3f}" for x in (sent[0], predicted, sent[1])]
     return [row.name, *numbers, f"{flops[1] / flops[0]:.2f}", *memory, f"{seconds:.1f}"]
 
 
