@@ -27,6 +27,8 @@ FOREIGN = [
     "paramax",
     "lineax",
     "gatv2-eqx",
+    "diffrax",
+    "optimistix",
 ]
 IMPORTED = ["loguru", "beartype", "ftfy", "regex", "pydantic", "torch==2.13.0"]
 
