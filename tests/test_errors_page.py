@@ -47,6 +47,11 @@ class Source:
         }
 
 
+@functools.cache
+def source_of(package: str) -> Source:
+    return Source(package)
+
+
 def is_emitted(quoted: str, source: Source) -> bool:
     """Return true if the class is the package's, and one text has all words, in order;
     `...` is any words."""
@@ -70,7 +75,7 @@ def quoted(package: str) -> list[str]:
     [(package, message) for package in PACKAGES for message in quoted(package)],
 )
 def test_a_message_that_the_page_quotes_is_emitted(package: str, message: str) -> None:
-    assert is_emitted(message, Source(package))
+    assert is_emitted(message, source_of(package))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_the_page_quotes_the_messages_of_each_package(
     ],
 )
 def test_a_message_that_nothing_emits_is_found(package: str, wrong: str) -> None:
-    assert not is_emitted(wrong, Source(package))
+    assert not is_emitted(wrong, source_of(package))
 
 
 def test_a_message_stands_in_one_section() -> None:
