@@ -34,7 +34,6 @@ def literals(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.value
 
 
-@functools.cache
 class Source:
     """The texts and the classes in the source of a package."""
 
