@@ -55,8 +55,6 @@ TENSOR = 4
 KNOWN = {
     "Mamba-2": "a piece of a fused projection that is no even part of it is priced as "
     "the whole, so that the better layout of the path rules is not taken",
-    "MoE with capacity": "the sums over the batch of the einsums that dispatch tokens "
-    "to experts and combine them are priced too high",
     "diffusion U-Net": "the gathers and permutes in the backward pass of a concatenate "
     "of split channels are not priced",
 }

@@ -253,3 +253,35 @@ def test_a_product_of_the_batch_with_a_row_split_weight_is_predicted(name, mesh_
     compiled = compiled_bytes(model, mean_square, batch, specs, mesh)
     predicted = sent(explanation, specs).num_bytes_unmerged
     assert predicted == pytest.approx(compiled, rel=0.01)
+
+
+def dispatched(model: Any, batch: Any) -> Any:
+    """Two of eight experts for each token, with places for 64 tokens each."""
+    tokens = batch.reshape(-1, batch.shape[-1])
+    weights, choices = jax.lax.top_k(jax.nn.softmax(tokens @ model["router"].T), 2)
+    chosen = jax.nn.one_hot(choices, 8)  # (tokens, 2, experts)
+    places = jnp.cumsum(chosen.reshape(-1, 8), axis=0).reshape(chosen.shape)
+    slots = jax.nn.one_hot((places * chosen - 1).astype(jnp.int32), 64)
+    taken = jnp.einsum("nkec,nd->ecd", slots, tokens)
+    hidden = jax.nn.relu(jnp.einsum("ecd,edf->ecf", taken, model["up"]))
+    given = jnp.einsum("ecf,efd->ecd", hidden, model["down"])
+    return jnp.einsum("nk,nkec,ecd->nd", weights, slots, given)
+
+
+def test_tokens_that_are_dispatched_to_experts_are_summed_in_parts():
+    """The sums over the batch that collect the tokens of an expert, and the gradient of
+    its results, are only of the experts that a device has."""
+
+    def mean_square(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(dispatched(model, batch) ** 2)
+
+    shapes = {"router": (8, 128), "up": (8, 128, 256), "down": (8, 256, 128)}
+    model = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    batch = jax.ShapeDtypeStruct((ROWS, 32, 128), jnp.float32)
+    specs = {"router": WHOLE, "up": COLUMNS, "down": COLUMNS}
+    explanation = rx.explain(model, MESH, loss_fn=mean_square, batch=batch)
+    compiled = compiled_bytes(
+        model, mean_square, batch, specs, mesh_of("data2xtensor4")
+    )
+    predicted = sent(explanation, specs).num_bytes_unmerged
+    assert predicted == pytest.approx(compiled, rel=0.02)

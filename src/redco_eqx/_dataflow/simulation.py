@@ -24,6 +24,10 @@ CPU compiler of jaxlib 0.10.2, unless a row names another. A test, or a model of
     batch in one part stays as it was
     placed.
 
+    Of a sum over the batch whose result     `_used_in_parts`  `dispatched` in
+    the gradient of a weight takes in                          `test_compiled_programs`
+    parts, only the parts are computed.
+
     Of a split and a whole operand of a      `Sent._sent`      `projections` of the zoo
     product along its sum, the split one is
     gathered if it is smaller than the
@@ -104,11 +108,12 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
     )
     cut = _cut(costs, walk, wanted)
     splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
+    parts = _passed_back(walk, dict(sorted(cut)))
     if costs.num_shards > 1:
-        splits |= _cut_rows(costs, walk, cut)
+        splits |= _cut_rows(costs, walk, parts)
 
     def run(splits: dict[int, int]) -> Sent:
-        sent = Sent(costs, splits, wanted, cut)
+        sent = Sent(costs, splits, wanted, cut, parts)
         for step in walk.steps:
             sent.step(step)
         return sent
@@ -197,17 +202,16 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
     return cut
 
 
-def _cut_rows(costs: Costs, walk: Walk, cut: set[tuple[int, int]]) -> dict[int, int]:
+def _cut_rows(costs: Costs, walk: Walk, parts: Mapping[int, int]) -> dict[int, int]:
     """The splits of the arrays of the batch, by `id`, that are taken in parts.
 
     A step splits the rows of its batch over the batch axes, and leaves the other dims
     to the compiler. So these arrays are in parts for all operations.
     """
-    found = _passed_back(walk, dict(sorted(cut)))
     return {
-        id(x): found[id(x)]
+        id(x): parts[id(x)]
         for x in walk.rows
-        if id(x) in found and found[id(x)] in costs.leads.splitting(x.dims)
+        if id(x) in parts and parts[id(x)] in costs.leads.splitting(x.dims)
     }
 
 
@@ -225,6 +229,7 @@ class Sent:
         splits: dict[int, int],
         wanted: dict[int, int],
         cut: set[tuple[int, int]],
+        parts: dict[int, int],
     ):
         self.events: list[tuple[Event, float]] = []
         self.moved = 0.0
@@ -235,6 +240,7 @@ class Sent:
         self._splits = splits
         self._wanted = wanted
         self._cut = cut
+        self._parts = parts
         # The values that only some atoms of a split still split.
         self._partial: dict[int, int] = {}
         # The copies that were gathered, see `_copy`
@@ -265,7 +271,10 @@ class Sent:
         wanted = dict.fromkeys(
             self._wanted[id(x)] for x in step.results if id(x) in self._wanted
         )
-        options = [(*self._through(step, n), n) for n in numbers or partial or wanted]
+        options = [
+            (*self._through(step, n), n)
+            for n in numbers or partial or wanted or self._used_in_parts(step)
+        ]
         chosen = None
         if options:
             _, sent, moved, gathered, number = min(
@@ -291,6 +300,15 @@ class Sent:
                 more = size - self._costs.sent_over_batch(event, part)
                 if chosen is not None and more > 0:
                     self.of_split[chosen.number].append((event, more))
+
+    def _used_in_parts(self, step: Step) -> dict[int, None]:
+        """The splits in which the results of a sum over the batch are used later. Only
+        these parts are summed."""
+        if not any(self._leads.over_batch(event) for event in step.events):
+            return {}
+        return dict.fromkeys(
+            self._parts[id(x)] for x in step.results if id(x) in self._parts
+        )
 
     def _gather(self, step: Step) -> None:
         """Pass a boundary of layers: values that were split before it are whole from
