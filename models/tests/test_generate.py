@@ -526,7 +526,7 @@ def test_the_cache_is_there_once():
 
 IMAGES = {
     "inputs": np.ones((4, 3, 8, 8), np.float32),
-    "attention_mask": np.ones((4, 64)),
+    "attention_mask": np.ones((4, 64), bool),
 }
 PADDED = {"inputs": np.array([[-1, -2]]), "attention_mask": np.array([[0, 1]])}
 # An id, a model, what is changed, and the message.
@@ -570,13 +570,13 @@ BAD_INPUT: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "attention_mask-of_another_shape",
         "all",
-        {"attention_mask": np.ones((4, 7))},
+        {"attention_mask": np.ones((4, 7), bool)},
         r"attention_mask has shape \(4, 7\).*\(4, 6\)",
     ),
     (
         "attention_mask-one_row",
         "all",
-        {"attention_mask": np.ones(6)},
+        {"attention_mask": np.ones(6, bool)},
         r"attention_mask has shape \(6,\)",
     ),
     ("inputs-negative", "all", PADDED, r"inputs\[0, 1\] is -2, but"),
