@@ -145,6 +145,8 @@ def attention(
     kernel = kernel_for(query, key, value, call, implementation)
     if kernel is not None:
         return run_kernel(kernel, query, key, value, call)
+    if not dropout:
+        dropout_key = None
     return _in_blocks(query, key, value, call, bias, dropout or 0.0, dropout_key)
 
 
@@ -327,7 +329,7 @@ def _attend(
         # A query that sees nothing has equal weights up to here.
         weights = jnp.where(visible, weights, 0)
     weights = weights.astype(value.dtype)
-    if dropout and dropout_key is not None:
+    if dropout_key is not None:
         kept = _kept(
             dropout_key,
             num_rows,
