@@ -8,6 +8,7 @@ end. `evaluate` and `predict` are called with and without `programs`: without, e
 traces its function. Only the ratios within one run are meaningful.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -102,33 +103,17 @@ def compare(batch_size: int) -> None:
         for _ in rx.batches(examples, collate, **arguments):
             pass
 
-    programs: Any = {}
-    options: Any = {"collate_fn": collate, "batch_size": batch_size}
-    kept = {**options, "programs": programs}
-    evaluate = rx.evaluate
-    predict = rx.predict
     print(f"\nbatches of {batch_size}{'plain ms':>35}  ours ms    ratio", flush=True)
     report("batches", plain_batches, our_batches)
-    report(
-        "evaluate, programs=",
-        plain_evaluate,
-        lambda: evaluate(state, examples, loss_fn=loss_fn, **kept),
-    )
-    report(
-        "evaluate",
-        plain_evaluate,
-        lambda: evaluate(state, examples, loss_fn=loss_fn, **options),
-    )
-    report(
-        "predict, programs=",
-        plain_predict,
-        lambda: predict(state, examples, predict_fn=predict_fn, **kept),
-    )
-    report(
-        "predict",
-        plain_predict,
-        lambda: predict(state, examples, predict_fn=predict_fn, **options),
-    )
+    options: Any = {"collate_fn": collate, "batch_size": batch_size}
+    evaluate = functools.partial(rx.evaluate, state, examples, loss_fn=loss_fn)
+    predict = functools.partial(rx.predict, state, examples, predict_fn=predict_fn)
+    for name, plain, ours in (
+        ("evaluate", plain_evaluate, functools.partial(evaluate, **options)),
+        ("predict", plain_predict, functools.partial(predict, **options)),
+    ):
+        report(f"{name}, programs=", plain, functools.partial(ours, programs={}))
+        report(name, plain, ours)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,23 +181,23 @@ def family_cases() -> Iterator[Case]:
 def foreign_cases() -> Iterator[Case]:
     from foreign_models import foreign_models
 
-    models, missing = foreign_models()
-    for name, reason in missing.items():
-        print(f"left out: {name}: {reason}", file=sys.stderr)
-    for foreign in models:
-        model = eqx.filter_eval_shape(foreign.make, jax.random.key(0))
-        yield Case(f"{foreign.name}", model, foreign.loss, foreign.batch)
+    return _cases_of(*foreign_models())
 
 
 def stranger_cases() -> Iterator[Case]:
     from strangers import strangers
 
-    models, missing = strangers()
+    return _cases_of(*strangers())
+
+
+def _cases_of(models: Iterable[Any], missing: dict[str, str]) -> Iterator[Case]:
+    """Make cases of models with `name`, `make`, `loss` and `batch`, and print why
+    others are left out."""
     for name, reason in missing.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)
-    for stranger in models:
-        model = eqx.filter_eval_shape(stranger.make, jax.random.key(0))
-        yield Case(stranger.name, model, stranger.loss, stranger.batch)
+    for each in models:
+        model = eqx.filter_eval_shape(each.make, jax.random.key(0))
+        yield Case(each.name, model, each.loss, each.batch)
 
 
 def other_cases() -> Iterator[Case]:

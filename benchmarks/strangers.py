@@ -149,7 +149,8 @@ class Mamba2(eqx.Module):
         self.out = _linear(keys[5], self.inner, dim, bias=False)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        time, num_heads = len(tokens), len(self.skip)
+        time = len(tokens)
+        num_heads = len(self.skip)
         gates, mixed, steps = jnp.split(
             _each(self.enter, tokens),
             [self.inner, 2 * self.inner + 2 * self.num_states],
@@ -183,7 +184,9 @@ class Mamba2(eqx.Module):
         def chunks(x: jax.Array) -> jax.Array:
             return x.reshape(len(x) // self.chunk, self.chunk, *x.shape[1:])
 
-        inputs, write, read = chunks(inputs), chunks(write), chunks(read)
+        inputs = chunks(inputs)
+        write = chunks(write)
+        read = chunks(read)
         steps = chunks(steps)
         passed = jnp.cumsum(chunks(log_decays), axis=1)  # (chunks, chunk, heads)
         between = passed[:, :, None] - passed[:, None]
@@ -236,7 +239,8 @@ class Mamba2Apart(eqx.Module):
         self.out = _linear(keys[8], inner, dim)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        time, num_heads = len(tokens), len(self.skip)
+        time = len(tokens)
+        num_heads = len(self.skip)
         inputs = jax.nn.silu(self.short(_each(self.enter, tokens).T).T)
         inputs = inputs.reshape(time, num_heads, -1)  # (time, heads, head dim)
         write, read = jnp.split(_each(self.states, tokens), 2, axis=1)
