@@ -172,15 +172,20 @@ def test_prefetch_runs_ahead_and_no_further(monkeypatch):
     assert no_threads_left()
 
 
-def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch):
-    monkeypatch.setattr(workers, "CHEAP_SECONDS", math.inf)
-    is_here = []
+def noting(is_here):
+    """`collate`, which notes whether the main thread calls it."""
 
-    def remember(examples):
+    def collate_here(examples):
         is_here.append(threading.current_thread() is threading.main_thread())
         return collate(examples)
 
-    made = values(batches(range(80), remember, prefetch=2, key=KEY))
+    return collate_here
+
+
+def test_cheap_batches_are_made_without_the_thread_in_the_same_order(monkeypatch):
+    monkeypatch.setattr(workers, "CHEAP_SECONDS", math.inf)
+    is_here = []
+    made = values(batches(range(80), noting(is_here), prefetch=2, key=KEY))
     assert made == values(batches(range(80), collate, prefetch=0, key=KEY))
     assert is_here == [True] * 10
     assert no_threads_left()
@@ -229,12 +234,7 @@ def test_a_thread_that_makes_short_batches_pauses_now_and_then(monkeypatch):
     monkeypatch.setattr(workers, "SHORT_SECONDS", math.inf)
     monkeypatch.setattr(workers, "_NUM_SHORT", 3)
     is_here = []
-
-    def remember(examples):
-        is_here.append(threading.current_thread() is threading.main_thread())
-        return collate(examples)
-
-    made = values(batches(range(80), remember, prefetch=1, key=KEY))
+    made = values(batches(range(80), noting(is_here), prefetch=1, key=KEY))
     assert made == values(batches(range(80), collate, prefetch=0, key=KEY))
     # Three batches of the thread, and one that it had begun.
     assert is_here == [True, False, False, False, False] * 2

@@ -310,6 +310,7 @@ def test_mlx_lm_1413_a_microbatch_without_tokens(name):
         batch = (ROWS, weights[order])
         expected, of_whole = stepped(mlp, loss_fn, mesh, batch=batch)
         found, metrics = stepped(mlp, loss_fn, mesh, batch=batch, num_microbatches=2)
+        # Sums in float32, in another order.
         np.testing.assert_allclose(metrics["loss"], of_whole["loss"], rtol=1e-5)
         for path, change in found.items():
             np.testing.assert_allclose(
@@ -404,6 +405,7 @@ def test_flax_2417_batch_norm_counts_the_rows_of_all_devices(name):
     _, state = after_a_step((model, state), loss_fn, mesh_of(name))
     # The first batch gives the running statistics.
     mean, variance = state.get(model.norm.ema_state_index)
+    # Sums in float32, in another order.
     np.testing.assert_allclose(mean, rows.mean(axis=0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-4, atol=1e-6)
 
@@ -431,4 +433,5 @@ def test_equinox_450_an_ensemble_of_models_with_a_state(name):
         for x, y in zip(
             found, jax.tree.leaves(eqx.filter(alone, eqx.is_array)), strict=True
         ):
+            # Sums in float32, in another order.
             np.testing.assert_allclose(x[member], y, rtol=1e-4, atol=1e-5)
