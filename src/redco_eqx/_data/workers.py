@@ -26,7 +26,6 @@ SHORT_SECONDS = 1e-3
 """The time of a batch from which a thread makes the next one, whatever the consumer
 does."""
 
-
 _NUM_SHORT = 32
 """After this many short batches, a thread pauses for one. Its times are too long, as it
 also waits for Python's lock."""
@@ -193,8 +192,11 @@ def run_ahead(
                     in_threads = _pays(seconds, consumed)
                     num_short = 0
                 elif in_threads:
-                    num_short += int(seconds < SHORT_SECONDS)
+                    if seconds < SHORT_SECONDS:
+                        num_short += 1
                     in_threads = _pays(seconds, consumed) and num_short < _NUM_SHORT
+                # Otherwise the threads pause until nothing is pending.
+            # After a result that was made here, begin while the consumer works.
             while in_threads and len(pending) < num_ahead:
                 submit()
             began = time.perf_counter()

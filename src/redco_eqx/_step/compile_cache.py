@@ -3,7 +3,7 @@ new.
 
 `fit`, `evaluate` and `predict` trace their functions in each call. So nothing that a
 function reads, such as a global variable, can be stale, and only the compilation is
-saved.
+saved. (With `programs`, the caller of `evaluate` or `predict` also saves the tracing.)
 """
 
 import collections

@@ -471,7 +471,10 @@ def _infer(
 
 
 def _reads_last_input(program: Program) -> bool:
-    """True if an operation reads the last input, or if it is returned."""
+    """True if an operation reads the last input, or if it is returned.
+
+    Unlike for `used`, an operation without a wanted result counts: it may print.
+    """
     jaxpr = program.closed.jaxpr
     last = jaxpr.invars[-1]
     readers = [equation.invars for equation in jaxpr.eqns]

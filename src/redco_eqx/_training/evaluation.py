@@ -52,7 +52,7 @@ class _Compiled(NamedTuple):
     functions: tuple[Callable[..., Any], ...]
 
 
-Programs: TypeAlias = dict[Hashable, Any]
+Programs: TypeAlias = dict[Hashable, _Compiled]
 """Compiled programs, by what was compiled. See `programs` of [`evaluate`][]."""
 
 
