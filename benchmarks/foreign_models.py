@@ -255,11 +255,14 @@ def _flow(name: str, kind: str) -> Callable[[bool], Foreign]:
         normal = importlib.import_module("flowjax.distributions").Normal
         paramax = importlib.import_module("paramax")
 
+        sizes = {} if published else {"flow_layers": 4, "nn_width": 128}
+        # Made without a trace, because functions of these models hold arrays.
+        made = getattr(flows, name)(
+            jax.random.key(0), base_dist=normal(jnp.zeros(16)), invert=True, **sizes
+        )
+
         def make(key: Any) -> Any:
-            sizes = {} if published else {"flow_layers": 4, "nn_width": 128}
-            return getattr(flows, name)(
-                key, base_dist=normal(jnp.zeros(16)), invert=True, **sizes
-            )
+            return made
 
         def loss(model: Any, batch: Any, key: Any) -> Any:
             return -jnp.mean(paramax.unwrap(model).log_prob(batch["x"]))

@@ -122,6 +122,9 @@ HOLDING: dict[str, Any] = {
     "grad": lambda array: jax.grad(lambda x: (x * array).sum()),
     "checkpoint": lambda array: jax.checkpoint(closure(array)),
 }
+# The array belongs to an object, such as a layer.
+OF_OBJECTS = ["method", "callable", "vmap"]
+CONSTANTS = [kind for kind in HOLDING if kind not in OF_OBJECTS]
 PLACES: dict[str, Any] = {
     "field": lambda function: {"layers": [Holder(function, jnp.ones(2))]},
     "static": lambda function: {"layers": [Still(jnp.ones(2), function)]},
@@ -142,35 +145,78 @@ WITHIN: dict[str, Any] = {
 }
 
 
+def refused_as(way: str, path: str) -> Any:
+    message = f"{way}: {path} is a function that holds the array .*float32\\[2,2\\]"
+    return pytest.raises(ValueError, match=message)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_function_in_a_value_of_a_static_field_is_refused_by_path(
     within: str, way: str
 ) -> None:
     def make(key: Any) -> Any:
-        function = closure(jax.random.normal(key, (2, 2)))
+        function = Plain(jax.random.normal(key, (2, 2))).apply
         return [Still(jnp.ones(2), WITHIN[within](function))]
 
-    message = rf"{way}: 0\.function\.(1|activation) is a function that holds the array"
-    with pytest.raises(ValueError, match=message):
+    with refused_as(way, r"0\.function\.(1|activation)"):
         WAYS[way](make)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", HOLDING)
-def test_a_function_that_holds_an_array_is_refused_by_path(
+@pytest.mark.parametrize("kind", OF_OBJECTS)
+def test_a_function_that_holds_a_layer_is_refused_by_path(
     kind: str, place: str, way: str
 ) -> None:
     def make(key: Any) -> Any:
         return PLACES[place](HOLDING[kind](jax.random.normal(key, (2, 2))))
 
-    message = (
-        rf"{way}: layers\.0\.function is a function that holds the array "
-        r".*float32\[2,2\]"
-    )
-    with pytest.raises(ValueError, match=message):
+    with refused_as(way, r"layers\.0\.function"):
         WAYS[way](make)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_function_that_holds_an_array_of_a_trace_is_refused_by_path(
+    kind: str, place: str
+) -> None:
+    def make(key: Any) -> Any:
+        return PLACES[place](HOLDING[kind](jax.random.normal(key, (2, 2))))
+
+    with refused_as("init_model", r"layers\.0\.function"):
+        rx.init_model(make, mesh_of("2x2x2"), key=KEY)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_function_that_holds_an_array_by_itself_is_named(
+    kind: str, place: str
+) -> None:
+    model = PLACES[place](HOLDING[kind](jnp.ones((2, 2))))
+    rx.shard_rules(model, mesh_of("2x2x2"))
+    with pytest.warns(UserWarning, match=r"init_state: layers\.0\.function is a func"):
+        state = rx.init_state(model, SGD, key=KEY)
+    assert list(state.params) == ["layers.0.weight"]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 1}, {"tensor": 4}])
+def test_a_constant_of_a_function_is_added_on_any_mesh(sizes: Any) -> None:
+    """As in flowjax, where a function adds the initial parameters of a bijection."""
+    scale = jnp.linspace(1.0, 2.0, 8)
+    model = Holder(closure(scale), jnp.arange(8.0))
+    expected = jax.grad(
+        lambda weight: squares(Holder(closure(scale), weight), ROWS, KEY)
+    )
+    model = eqx.filter_shard(model, rx.shard_rules(model, rx.make_mesh(**sizes)))
+    with pytest.warns(UserWarning, match="function is a function that holds a JAX"):
+        state = rx.init_state(model, SGD, key=KEY)
+    begin = np.arange(8.0)
+    new, _ = jax.jit(partial(rx.train_step, loss_fn=squares, optimizer=SGD))(
+        state, ROWS
+    )
+    taken = (begin - np.asarray(new.params["weight"])) / 0.05  # the rate of SGD
+    np.testing.assert_allclose(taken, expected(begin), rtol=1e-4, atol=1e-5)
 
 
 TEACHER = jnp.ones((2, 2))

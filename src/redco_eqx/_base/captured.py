@@ -4,8 +4,8 @@ these."""
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,26 +23,59 @@ from redco_eqx._base.tree import (
 )
 
 
-def check_captured(where: str, tree: PyTree) -> None:
-    """Raise `ValueError`, naming the path, if a function in `tree` holds an array that
-    could be trained.
+class Captured(NamedTuple):
+    """A value that a function holds.
 
-    Such an array would stay as it is, whatever the optimizer does. If it belongs to a
-    trace, as in `init_model`, JAX would fail later without a name. NumPy arrays are
-    constants, and may be held.
+    - `name`: its path in the function.
+    - `owner`: the innermost object that it is an attribute of, such as a module.
+      `None` if a closure, a default or an argument of `functools.partial` has it.
     """
+
+    name: str
+    value: Any
+    owner: Any = None
+
+
+def check_captured(where: str, tree: PyTree) -> list[str]:
+    """Refuse functions in `tree` with arrays that were meant to be trained, and return
+    the paths of those with constants.
+
+    An array that a function holds stays as it is, whatever the optimizer does. The
+    array of a layer was surely meant to be trained. A function may hold an array by
+    itself as a constant, as in the models of flowjax. NumPy arrays always are
+    constants.
+
+    Raises `ValueError`, with the path, for an array that belongs to an object, and for
+    one that belongs to a trace, as in `init_model`: there JAX would fail later without
+    a name.
+    """
+    constants = []
     for path, value in _functions_in(tree):
-        found = first_captured(value)
-        if found is None:
+        held = first_captured(value)
+        if held is None:
             continue
-        name, x = found
-        raise ValueError(
+        said = (
             f"{where}: {path or 'the model'} is a function that holds the array "
-            f"{name}, {describe(x)}. A step cannot train it, and no layout or "
-            "checkpoint has it. Make what it belongs to a field of the module, as in "
-            "self.linear = eqx.nn.Linear(...), and wrap it where it is called, as in "
+            f"{held.name}, {describe(held.value)}"
+        )
+        field = (
+            "Make what it belongs to a field of the module, as in self.linear = "
+            "eqx.nn.Linear(...), and wrap it where it is called, as in "
             "jax.vmap(self.linear)(x). If it is a constant, make it a NumPy array."
         )
+        if held.owner is not None:
+            raise ValueError(
+                f"{said}. A step cannot train it, and no layout or checkpoint has it. "
+                f"{field}"
+            )
+        if isinstance(held.value, Tracer):
+            raise ValueError(
+                f"{said}, of a trace, which no one can use later. {field} If the "
+                "function is not yours, make the model outside of init_model and jit, "
+                "and place it by eqx.filter_shard(model, shard_rules(model, mesh))."
+            )
+        constants.append(path)
+    return constants
 
 
 def _functions_in(tree: PyTree, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,38 +100,52 @@ def _callables_in(
             yield from _callables_in(part, join(path, name), (*above, id(value)))
 
 
-def first_captured(function: Any) -> tuple[str, Any] | None:
+def first_captured(function: Any) -> Captured | None:
     """The first array that a function holds and that could be trained, or that belongs
-    to a trace: its path in the function, and the array."""
-    return _first_held(function, lambda x: isinstance(x, Tracer) or is_trainable(x))
+    to a trace. One that belongs to an object comes before others."""
+
+    def is_wanted(held: Captured) -> bool:
+        return isinstance(held.value, Tracer) or is_trainable(held.value)
+
+    found = list(filter(is_wanted, _held(function)))
+    of_objects = [held for held in found if held.owner is not None]
+    return next(iter([*of_objects, *found]), None)
 
 
-def first_module(function: Any) -> tuple[str, eqx.Module] | None:
-    """The first module that a function holds: its path in the function, and the
-    module."""
-    return _first_held(function, lambda x: isinstance(x, eqx.Module))
+def first_module(function: Any) -> Captured | None:
+    """The first module that a function holds."""
+    modules = (held for held in _held(function) if isinstance(held.value, eqx.Module))
+    return next(modules, None)
 
 
-def _first_held(
-    function: Any, is_wanted: Callable[[Any], bool]
-) -> tuple[str, Any] | None:
-    """The first wanted value that a function holds: its path in the function, and the
-    value.
+def _held(function: Any) -> Iterator[Captured]:
+    """Every value that a function holds.
 
     The search looks into closures, defaults, `functools.partial`, bound methods, and
     functions that wrap another (of `jax.vmap` and `jax.jit`), but not into global
     variables.
     """
     seen: set[int] = set()
-    left: list[tuple[str, Any]] = [("", function)]
+    left = [Captured("", function)]
     while left and len(seen) < 1000:  # an object may know the whole program
-        name, x = left.pop()
-        if is_wanted(x):
-            return name, x
-        if id(x) not in seen:
-            seen.add(id(x))
-            left += [(join(name, inner), value) for inner, value in _held_by(x)]
-    return None
+        held = left.pop()
+        yield held
+        if id(held.value) not in seen:
+            seen.add(id(held.value))
+            owner = held.value if _has_attributes(held.value) else held.owner
+            left += [
+                Captured(join(held.name, inner), value, owner)
+                for inner, value in _held_by(held.value)
+            ]
+
+
+def _has_attributes(x: Any) -> bool:
+    """Return false for functions and their wrappers, and for containers."""
+    is_wrapper = hasattr(x, "__wrapped__") or isinstance(
+        x, functools.partial | types.FunctionType | types.MethodType
+    )
+    is_container = isinstance(x, list | tuple | dict | inspect.BoundArguments)
+    return not (is_wrapper or is_container)
 
 
 def _held_by(x: Any) -> list[tuple[str, Any]]:

@@ -16,12 +16,14 @@ from redco_eqx._base.pairs import is_pair
 from redco_eqx._base.protocols import Key, as_key
 from redco_eqx._base.tree import (
     buffer_paths,
+    first_few,
     is_array,
     is_trainable,
     path_of,
     to_arrays,
     to_paths,
 )
+from redco_eqx._base.warn import warn
 from redco_eqx._sharding.mesh import (
     STORED,
     in_own_context,
@@ -97,7 +99,13 @@ def init_state(
     model, model_state = model if is_pair(model) else (model, None)
     check_static(model)
     check_static(model_state)
-    check_captured("init_state", model)
+    if constants := check_captured("init_state", model):
+        warn(
+            f"init_state: {first_few(constants)} is a function that holds a JAX "
+            "array. A step takes it as a constant: it is not trained, and no "
+            "checkpoint has it. To train it, make it a field of the module. To say "
+            "that it is a constant, make it a NumPy array."
+        )
     if model_state is None:
         _check_no_index(model)
     arrays = to_arrays(model)

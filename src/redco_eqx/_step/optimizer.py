@@ -100,13 +100,12 @@ def init_optimizer(
     except Exception as error:
         found = first_module(optimizer.init)
         if found is not None:
-            path, tree = found
             # The last part of the path is the name of the argument of optax.
-            name = path.rpartition(".")[2]
+            name = found.name.rpartition(".")[2]
             raise ValueError(
                 f"init_state: the optimizer's {name} is a tree like the model, a "
-                f"{type(tree).__name__}, but the optimizer gets the parameters as "
-                f"{{path: array}}. Pass {name}=rx.by_path(...) of this tree."
+                f"{type(found.value).__name__}, but the optimizer gets the parameters "
+                f"as {{path: array}}. Pass {name}=rx.by_path(...) of this tree."
             ) from error
         error.add_note(
             "The optimizer's init gets the parameters as {path: array}. Use "
