@@ -48,6 +48,7 @@ from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analysis_of, explain_by
 from redco_eqx._step.layout import split_rows
+from redco_eqx._step.passes import split_kernels
 from redco_eqx._step.workarounds import for_partitioner
 
 TENSOR = 4
@@ -133,8 +134,11 @@ def compiled_bytes(
 
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
+    by_path = {path: x.sharding for path, x in rx.to_arrays((params, buffers)).items()}
+    kernels = split_kernels(rx.to_arrays((params, buffers)), by_path)
+
     def corrected_step(*arguments: Any) -> Any:
-        return for_partitioner(trace(step, *arguments), mesh)(*arguments)
+        return for_partitioner(trace(step, *arguments), mesh, kernels)(*arguments)
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
     jitted = jax.jit(corrected_step if corrected else step, out_shardings=layout)

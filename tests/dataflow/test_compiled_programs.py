@@ -255,6 +255,38 @@ def test_a_product_of_the_batch_with_a_row_split_weight_is_predicted(name, mesh_
     assert predicted == pytest.approx(compiled, rel=0.01)
 
 
+def columns_at_both_ends(model: Any, x: Any) -> Any:
+    first = jax.nn.gelu(x @ model["inp"].T)
+    return jnp.tanh(first @ model["mid"].T) @ model["fin"].T
+
+
+MET: dict[str, Any] = {
+    "residual": lambda model, x: x + columns_at_both_ends(model, x),
+    "of_activation": lambda model, x: x + columns_at_both_ends(model, jax.nn.gelu(x)),
+    "gated": lambda model, x: x * columns_at_both_ends(model, jnp.tanh(x)),
+    "scaled": lambda model, x: 2 * x + columns_at_both_ends(model, jnp.tanh(x)),
+    "not_met": columns_at_both_ends,
+}
+
+
+@pytest.mark.parametrize("mesh_name", ["data2xtensor4", "tensor8"])
+@pytest.mark.parametrize("name", MET)
+def test_a_batch_that_meets_something_split_is_predicted(name, mesh_name):
+    """The compiler takes it in parts, and gathers it for the product."""
+
+    def mean_square(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(MET[name](model, batch) ** 2)
+
+    specs = {"inp": COLUMNS, "mid": P(None, "tensor"), "fin": COLUMNS}
+    model = {path: jax.ShapeDtypeStruct((64, 64), jnp.float32) for path in specs}
+    batch = jax.ShapeDtypeStruct((ROWS, 64, 64), jnp.float32)
+    mesh = mesh_of(mesh_name)
+    explanation = rx.explain(model, mesh, loss_fn=mean_square, batch=batch)
+    compiled = compiled_bytes(model, mean_square, batch, specs, mesh)
+    predicted = sent(explanation, specs).num_bytes_unmerged
+    assert predicted == pytest.approx(compiled, rel=0.01)
+
+
 def dispatched(model: Any, batch: Any) -> Any:
     """Two of eight experts for each token, with places for 64 tokens each."""
     tokens = batch.reshape(-1, batch.shape[-1])

@@ -24,6 +24,10 @@ CPU compiler of jaxlib 0.10.2, unless a row names another. A test, or a model of
     batch in one part stays as it was
     placed.
 
+    So is an array of the batch that meets   `_met_rows`       `columns_at_both_ends`
+    something split elementwise. A product                     in
+    that takes it whole gathers it.                            `test_compiled_programs`
+
     Of a sum over the batch whose result     `_used_in_parts`  `dispatched` in
     the gradient of a weight takes in                          `test_compiled_programs`
     parts, only the parts are computed.
@@ -125,8 +129,9 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
         for x, y in walk.carried
         if (number := sent.split_of(y)) is not None
     }
-    if carried.keys() - splits.keys():
-        sent = run(splits | carried)
+    met = {} if costs.num_shards == 1 else _met_rows(walk, sent)
+    if (carried | met).keys() - splits.keys():
+        sent = run(splits | carried | met)
     for leaf, gradient in enumerate(walk.gradients):
         if gradient is not None and sent.split_of(gradient) not in (
             None,
@@ -215,6 +220,27 @@ def _cut_rows(costs: Costs, walk: Walk, parts: Mapping[int, int]) -> dict[int, i
     }
 
 
+def _met_rows(walk: Walk, sent: "Sent") -> dict[int, int]:
+    """The splits of the arrays of the batch, by `id`, that meet something split in an
+    elementwise operation, as they are or computed from one array of the batch alone."""
+    rows = {id(x): x for x in walk.rows}
+    # The array of the batch that a value was computed from.
+    source = {id(x): id(x) for x in walk.rows}
+    found = dict[int, int]()
+    for step in walk.steps:
+        with_dims = [id(x) for x in step.operands if x.dims]
+        sources = {source.get(x) for x in with_dims}
+        if len(sources) == 1 and None not in sources:
+            source |= dict.fromkeys(map(id, step.results), sources.pop())
+        elif step.equation.primitive.name in _MEETING:
+            numbers = {sent.split_of(x) for x in step.results}
+            for row in sources - {None}:
+                for number in sent.leads.splitting(rows[row].dims):
+                    if number in numbers:
+                        found.setdefault(row, number)
+    return {row: number for row, number in found.items() if sent.is_whole(row)}
+
+
 class Sent:
     """Bytes that a device sends in a step, by the ring algorithm.
 
@@ -236,7 +262,7 @@ class Sent:
         self.of_split: dict[int, list[tuple[Event, float]]] = defaultdict(list)
         self.moved_by: dict[int | None, float] = defaultdict(float)
         self._costs = costs
-        self._leads = costs.leads
+        self.leads = costs.leads
         self._splits = splits
         self._wanted = wanted
         self._cut = cut
@@ -251,6 +277,9 @@ class Sent:
 
     def split_of(self, value: Value) -> int | None:
         return self._splits.get(id(value))
+
+    def is_whole(self, value_id: int) -> bool:
+        return value_id not in self._splits
 
     def part(self, value: Value) -> float:
         """The fraction of an array that one device along `tensor` holds."""
@@ -288,12 +317,12 @@ class Sent:
             self._gathered |= {self._copy(step, value, number) for value in gathered}
             is_whole = bool(numbers) or not partial
             for value in step.results:
-                if is_whole and number in self._leads.splitting(value.dims):
+                if is_whole and number in self.leads.splitting(value.dims):
                     self._splits[id(value)] = number
-                elif number in self._leads.of(value.dims):
+                elif number in self.leads.of(value.dims):
                     self._partial[id(value)] = number
         for event in step.events:
-            if self._leads.over_batch(event):
+            if self.leads.over_batch(event):
                 part = self.part(event.sent)
                 size = self._costs.sent_over_batch(event, part, chosen)
                 self.events.append((event, size))
@@ -304,7 +333,7 @@ class Sent:
     def _used_in_parts(self, step: Step) -> dict[int, None]:
         """The splits in which the results of a sum over the batch are used later. Only
         these parts are summed."""
-        if not any(self._leads.over_batch(event) for event in step.events):
+        if not any(self.leads.over_batch(event) for event in step.events):
             return {}
         return dict.fromkeys(
             self._parts[id(x)] for x in step.results if id(x) in self._parts
@@ -338,7 +367,7 @@ class Sent:
         sent = []
         for event in step.events:
             size = self._costs.caused(split, event)
-            if size > 0 and not self._leads.over_batch(event):
+            if size > 0 and not self.leads.over_batch(event):
                 sent += self._sent(event, split, size, step)
         others = dict.fromkeys(
             x for x in step.operands if self.split_of(x) not in (None, number)
@@ -365,7 +394,7 @@ class Sent:
         exactly twice, in only one order of the operands. If the backward pass
         recomputes, it takes a copy of its own.
         """
-        is_weight = not any(self._leads.has_batch(x.dims) for x in step.results)
+        is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
         lengths = [self._length(x) for x in step.operands if self.split_of(x) == number]
         is_long = max(lengths, default=0) > 2 * self._length(value)
         is_again = self._costs.recomputes and "transpose(" in str(
@@ -411,7 +440,7 @@ class Sent:
         """The dim of an array that is split."""
         number = self.split_of(value)
         return next(
-            (i for i, dim in enumerate(value.dims) if number in self._leads.of([dim])),
+            (i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])),
             None,
         )
 

@@ -129,9 +129,9 @@ def _gathered(
     return program
 
 
-def split_kernels(arrays: dict[str, Array], layout: Layout) -> set[int]:
-    """The numbers of elements of the arrays that `tensor` splits, alone or as one layer
-    of a stack."""
+def split_kernels(arrays: dict[str, Any], layout: Layout) -> set[int]:
+    """The numbers of elements of the arrays (or of abstract ones) that `tensor`
+    splits, alone or as one layer of a stack."""
     sizes = set()
     for path, sharding in layout.items():
         if tensor_dim(sharding.spec) is not None:
