@@ -312,6 +312,52 @@ def test_the_gradient_of_a_weight_that_is_stored_split_is_not_gathered() -> None
     assert shapes.count(("f32[32,16]",)) == 2
 
 
+class Normed(eqx.Module):
+    """Two spectral norms, whose states end whole."""
+
+    up: eqx.nn.SpectralNorm[eqx.nn.Linear]
+    down: eqx.nn.SpectralNorm[eqx.nn.Linear]
+
+    def __init__(self, key: Any):
+        keys = jax.random.split(key, 4)
+        up = eqx.nn.Linear(64, 256, key=keys[0])
+        down = eqx.nn.Linear(256, 64, key=keys[1])
+        self.up = eqx.nn.SpectralNorm(up, "weight", key=keys[2])
+        self.down = eqx.nn.SpectralNorm(down, "weight", key=keys[3])
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        hidden, state = self.up(x, state)
+        out, state = self.down(jax.nn.relu(hidden), state)
+        return x + out, state
+
+
+def test_weights_are_not_gathered_for_a_state_that_is_whole() -> None:
+    def loss_fn(pair: Any, batch: Any, key: Any) -> Any:
+        model, state = pair
+        apply = jax.vmap(model, in_axes=(0, None), out_axes=(0, None))
+        out, state = apply(batch, state)
+        return jnp.mean(out**2), {}, state
+
+    mesh = mesh_of("data2xtensor4")
+    batch = np.ones((16, 64), np.float32)
+    split = rx.split_activations(loss_fn)
+    program: Any = {"loss_fn": split, "batch": batch}
+    pair = rx.init_model(
+        eqx.nn.make_with_state(Normed), mesh, key=jax.random.key(0), **program
+    )
+    predicted = rx.explain(pair, mesh, **program).communication
+    assert predicted is not None
+    state = rx.init_state(pair, SGD, key=jax.random.key(1))
+    step = partial(
+        rx.train_step, loss_fn=split, optimizer=SGD, shardings=state.shardings
+    )
+    compiled = rx.jit_step(step).lower(state, batch).compile()
+    sent = rx.communication(compiled, mesh).total.sent_bytes
+    # The new states are gathered: two vectors for each layer.
+    states = 3 / 4 * 4 * 2 * (64 + 256)
+    assert sent <= predicted.num_bytes_unmerged + states
+
+
 def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
     model = model_of("tokens")
     batch = CASES["tokens"][2]
