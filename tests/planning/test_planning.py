@@ -199,6 +199,21 @@ def test_what_does_not_fit_says_what_would_help() -> None:
         assert words in str(few), words
 
 
+@pytest.mark.parametrize(("width", "unit"), [(4096, "MiB"), (2**21, "GiB")])
+def test_the_table_has_a_unit_in_which_its_numbers_are_not_zero(
+    width: int, unit: str
+) -> None:
+    make = functools.partial(make_mlp, width=width)
+    found = plan(make, max_compilations=0, mesh={"data": 8})
+    lines = [line.split() for line in str(found).splitlines()]
+    numbers = {line[0]: line[-1] for line in lines if len(line) > 1}
+    assert ["on", "a", "device", unit] in lines
+    size = {"MiB": 2**20, "GiB": 2**30}[unit]
+    parameters = found.memory.parameters / size
+    assert float(numbers["parameters"]) == pytest.approx(parameters, abs=0.005)
+    assert parameters > 0.01
+
+
 def test_a_model_with_a_state_is_planned_with_it() -> None:
     def loss_fn(pair: Any, batch: Any, key: Any) -> Any:
         norm, state = pair

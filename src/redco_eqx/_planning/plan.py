@@ -27,7 +27,7 @@ from redco_eqx._dataflow.engine import Analysis, with_activations
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, memory_of, num_flops
-from redco_eqx._planning.targets import Target, find_target, gib
+from redco_eqx._planning.targets import GIB, Target, find_target, gib
 from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
 from redco_eqx._sharded_init import trace_arrays
 from redco_eqx._sharding.mesh import (
@@ -118,31 +118,47 @@ _FOR_STEP = (
 
 
 def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
+    unit = _unit_of(memory)
+
+    def text(num_bytes: int | None) -> str:
+        return "?" if num_bytes is None else f"{num_bytes / UNITS[unit]:.2f}"
+
     rows = [
-        ("on a device", "GiB"),
-        ("parameters", gib(memory.parameters)),
-        ("optimizer state", gib(memory.optimizer_state)),
-        ("batch", gib(memory.batch)),
+        ("on a device", unit),
+        ("parameters", text(memory.parameters)),
+        ("optimizer state", text(memory.optimizer_state)),
+        ("batch", text(memory.batch)),
     ]
     if memory.temporaries is not None:
-        name = f"temporaries (all gradients: {gib(memory.gradients)})"
-        rows.append((name, gib(memory.temporaries)))
-    peak = "?" if memory.peak is None else gib(memory.peak)
-    return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
+        name = f"temporaries (all gradients: {text(memory.gradients)})"
+        rows.append((name, text(memory.temporaries)))
+    return [*rows, ("peak", f"{text(memory.peak)} of {text(capacity)}")]
 
 
 def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    unit = _unit_of(trials[0].memory)
     rows: list[tuple[str, ...]] = [
-        ("considered", "predicted ms", "peak GiB", "MiB sent", "outcome")
+        ("considered", "predicted ms", f"peak {unit}", "MiB sent", "outcome")
     ]
     for trial in trials[:MOST]:
         predicted = f"{1000 * trial.seconds:.2f}"
-        peak = "" if trial.memory.peak is None else gib(trial.memory.peak)
-        sent = f"{trial.sent_bytes / 2**20:.0f}"
-        rows.append((str(trial), predicted, peak, sent, trial.verdict))
+        peak = trial.memory.peak
+        held = "" if peak is None else f"{peak / UNITS[unit]:.2f}"
+        sent = trial.sent_bytes / 2**20
+        digits = 0 if sent >= 10 else 2
+        rows.append((str(trial), predicted, held, f"{sent:.{digits}f}", trial.verdict))
     if len(trials) > MOST:
         rows.append((f"and {len(trials) - MOST} more", "", "", "", ""))
     return rows
+
+
+UNITS = {"MiB": 2**20, "GiB": 2**30}
+
+
+def _unit_of(memory: Memory) -> str:
+    """The unit of a table: MiB for a model that takes less than a tenth of a GiB."""
+    num_bytes = memory.arguments if memory.peak is None else memory.peak
+    return "GiB" if num_bytes >= GIB / 10 else "MiB"
 
 
 MOST = 12
