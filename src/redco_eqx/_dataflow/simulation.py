@@ -229,12 +229,12 @@ def _met_rows(walk: Walk, sent: "Sent") -> dict[int, int]:
     found = dict[int, int]()
     for step in walk.steps:
         with_dims = [id(x) for x in step.operands if x.dims]
-        sources = {source.get(x) for x in with_dims}
-        if len(sources) == 1 and None not in sources:
-            source |= dict.fromkeys(map(id, step.results), sources.pop())
+        known = {source[x] for x in with_dims if x in source}
+        if len(known) == 1 and all(x in source for x in with_dims):
+            source |= dict.fromkeys(map(id, step.results), known.pop())
         elif step.equation.primitive.name in _MEETING:
             numbers = {sent.split_of(x) for x in step.results}
-            for row in sources - {None}:
+            for row in sorted(known, key=list(rows).index):
                 for number in sent.leads.splitting(rows[row].dims):
                     if number in numbers:
                         found.setdefault(row, number)
