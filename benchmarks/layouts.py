@@ -400,7 +400,9 @@ def parallax(case: Case) -> Specs | None:
         return first.value if isinstance(first, rx.Mean) else first
 
     with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((2, TENSOR), ("data", "model"))
+        jax.sharding.AbstractMesh(
+            (2, TENSOR), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+        )
     ):
         (chosen, *_), _ = get_shardings(loss, params, others, case.batch)
 

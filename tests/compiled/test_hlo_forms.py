@@ -6,9 +6,9 @@ from jax.sharding import AbstractMesh
 from test_communication import only
 
 from redco_eqx._compiled.communication import communication
-from redco_eqx._sharding.mesh import AXES
+from redco_eqx._sharding.mesh import AXES, AXIS_TYPES
 
-CUBE = AbstractMesh((2, 2, 2), AXES)
+CUBE = AbstractMesh((2, 2, 2), AXES, AXIS_TYPES)
 
 
 def module(entry: str, *computations: str, num_partitions: int = 8) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
@@ -93,9 +93,16 @@ def explicit_mesh():
     )
 
 
-def test_the_fix_of_explicit_axes_is_taken():
+@pytest.mark.parametrize("is_abstract", [False, True], ids=["devices", "abstract"])
+def test_the_fix_of_explicit_axes_is_taken(is_abstract):
     explicit = explicit_mesh()
-    check_mesh(Mesh(explicit.devices, explicit.axis_names))
+    mesh = explicit.abstract_mesh if is_abstract else explicit
+    with pytest.raises(ValueError, match="Explicit by default") as error:
+        check_mesh(mesh)
+    _, _, remedy = str(error.value).partition("Use ")
+    fixed = eval(remedy.removesuffix("."), {"jax": jax, "mesh": mesh})
+    check_mesh(fixed)
+    assert fixed.shape == mesh.shape
 
 
 OF_EXPLICIT = "mesh axes ('tensor',) are not of AxisType.Auto"
@@ -105,7 +112,7 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "explicit": (explicit_mesh, (OF_EXPLICIT, "Mesh(mesh.devices, mesh.axis_names)")),
     "abstract_and_explicit": (
         lambda: explicit_mesh().abstract_mesh,
-        (OF_EXPLICIT, "axis_types=(AxisType.Auto,) * number_of_axes"),
+        (OF_EXPLICIT, "axis_types=(jax.sharding.AxisType.Auto,) * 2"),
     ),
     "one_other_name": (
         lambda: own_mesh((8,), ("x",)),

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from redco_eqx._sharding.mesh import AXES, make_mesh
+from redco_eqx._sharding.mesh import AXES, AXIS_TYPES, make_mesh
 
 # The memory of accelerators, and the speeds that rank plans, from the makers' data
 # sheets.
@@ -180,7 +180,9 @@ class Target:
         if data == -1:
             data = self.num_absent // (tensor * fsdp)
         device = AbstractDevice(self.name, None, platform=self.compiler)
-        return AbstractMesh((data, fsdp, tensor), AXES, abstract_device=device)
+        return AbstractMesh(
+            (data, fsdp, tensor), AXES, AXIS_TYPES, abstract_device=device
+        )
 
     def __str__(self) -> str:
         return (

@@ -54,6 +54,9 @@ R = TypeVar("R")
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
+# From JAX 0.12 on, an `AbstractMesh` has Explicit axes unless it says otherwise.
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
+
 
 class ShardingWarning(UserWarning):
     """Warns that much of a model, a large array that no rule could split, or a batch is
@@ -126,7 +129,7 @@ def make_mesh(
     grid = mesh_utils.create_device_mesh(
         (data, fsdp, tensor), devices, allow_split_physical_axes=True
     )
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, AXES, axis_types=AXIS_TYPES)
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
@@ -146,11 +149,16 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     types = zip(mesh.axis_names, mesh.axis_types)
     explicit = [axis for axis, kind in types if kind != AxisType.Auto]
     if explicit:
+        remedy = "jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+        if isinstance(mesh, AbstractMesh):
+            remedy = (
+                f"jax.sharding.AbstractMesh({mesh.axis_sizes}, {mesh.axis_names}, "
+                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
+            )
         raise ValueError(
-            f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh "
-            "makes them Explicit by default), but here the compiler propagates "
-            "layouts. Use jax.sharding.Mesh(mesh.devices, mesh.axis_names), or "
-            "axis_types=(AxisType.Auto,) * number_of_axes."
+            f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh, and "
+            "AbstractMesh from JAX 0.12 on, make them Explicit by default), but here "
+            f"the compiler propagates layouts. Use {remedy}."
         )
 
 
@@ -365,7 +373,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def one_device_mesh(device: Any) -> Mesh:
     """The mesh of size one for a model that was never placed."""
-    return Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array([[[device]]]), AXES, axis_types=AXIS_TYPES)
 
 
 def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
