@@ -287,6 +287,42 @@ def test_a_batch_that_meets_something_split_is_predicted(name, mesh_name):
     assert predicted == pytest.approx(compiled, rel=0.01)
 
 
+def merged_patches(model: Any, batch: Any, key: Any) -> Any:
+    """Residual layers, then four neighbouring tokens become one, as in Swin."""
+    x = batch
+    for up, down in zip(model["ups"], model["downs"]):
+        x = x + jax.nn.gelu(x @ up.T) @ down.T
+    x = jnp.concatenate([x[:, i::4] for i in range(4)], axis=-1)
+    return jnp.mean(jnp.square(x @ model["merge"].T))
+
+
+def test_layers_before_a_concatenation_are_not_split_for_the_sake_of_its_pieces():
+    """The compiler would split the stream of all layers before, and gather it again in
+    each."""
+    wide = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    narrow = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    merge = jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    model = {"ups": [wide] * 3, "downs": [narrow] * 3, "merge": merge}
+    batch = jax.ShapeDtypeStruct((ROWS, 64, 64), jnp.float32)
+    mesh = mesh_of("data2xtensor4")
+    explanation = rx.explain(model, mesh, loss_fn=merged_patches, batch=batch)
+    specs = specs_of(explanation)
+    assert specs["merge"] in (WHOLE, COLUMNS)
+    assert specs["ups.0"] == COLUMNS
+    compiled = compiled_bytes(model, merged_patches, batch, specs, mesh)
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
+    rows = {**specs, "merge": P(None, "tensor")}
+    assert compiled_bytes(model, merged_patches, batch, rows, mesh) > 1.4 * compiled
+    overrides = [("merge", rows["merge"])]
+    overridden = rx.explain(
+        model, mesh, overrides=overrides, loss_fn=merged_patches, batch=batch
+    )
+    assert overridden.communication is None
+    assert str(overridden).endswith(
+        "are not predicted: the program cannot follow the split of merge"
+    )
+
+
 def dispatched(model: Any, batch: Any) -> Any:
     """Two of eight experts for each token, with places for 64 tokens each."""
     tokens = batch.reshape(-1, batch.shape[-1])

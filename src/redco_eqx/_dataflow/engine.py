@@ -202,7 +202,24 @@ def walk_through(traced: TracedStep) -> Walk:
     for value, gradient in zip(walk.parameters, walk.gradients):
         for dim, of_gradient in zip(value.dims, gradient.dims if gradient else ()):
             unify(dim, of_gradient)
+    _pin_joined(walk.pieces)
     return walk
+
+
+def _pin_joined(pieces: list[tuple[Dim, bool]]) -> None:
+    """Pin the dims that count the pieces that a concatenation puts together.
+
+    XLA does not give each device pieces of its own. It splits all pieces inside, and
+    with them the arrays that they were computed from: in a residual network those of
+    all layers before, which are gathered for each product again. What was cut into
+    pieces first (a fused projection, whose gradient is put together) is not meant.
+    """
+    known = set[int]()
+    for dim, is_joined in pieces:
+        for atom in resolve(dim):
+            if is_joined and id(atom) not in known:
+                pin((atom,), "pieces of a concatenation")
+            known.add(id(atom))
 
 
 def weigh(

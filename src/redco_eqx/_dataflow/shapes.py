@@ -261,6 +261,7 @@ def _piece(
     inner = new_dim(size)
     aligned = size > 0 and total % size == 0
     if stride == 1 and aligned and start % size == 0 and unify(dim, (*pieces, *inner)):
+        walk.pieces.append((pieces, False))
         walk.event("whole", [dim], value, unless=[inner])
         return inner
     if (
@@ -324,11 +325,13 @@ def concatenate(walk: Walk, operands: list[Value]) -> Results:
             [first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand
         )
     dims = list(first.dims)
-    dims[axis] = (
-        (*new_dim(len(operands)), *first.dims[axis])
-        if is_even
-        else new_dim(after[axis])
-    )
+    if is_even:
+        pieces = new_dim(len(operands))
+        dims[axis] = (*pieces, *first.dims[axis])
+        if walk.before[0][axis] > 1:
+            walk.pieces.append((pieces, True))
+    else:
+        dims[axis] = new_dim(after[axis])
     for operand in operands:
         walk.event("reshard", [operand.dims[axis]], operand, unless=[dims[axis]])
     return [dims]

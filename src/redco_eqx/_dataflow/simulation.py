@@ -54,6 +54,11 @@ CPU compiler of jaxlib 0.10.2, unless a row names another. A test, or a model of
     split by permutes of neighbours, and
     back by two all-to-alls.
 
+    A concatenation that is split along its  `_pin_joined`     `merged_patches` in
+    pieces splits all pieces inside, and                       `test_compiled_programs`
+    all layers that they come from: it is
+    never split so.
+
     Of one index along two dims of a         `_count_doubles`  `iterated` in
     result, one dim is split, and the                          `test_compiled_programs`
     smaller operand is gathered.

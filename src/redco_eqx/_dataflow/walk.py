@@ -55,6 +55,8 @@ class Walk:
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name; `opaque_in_loops`: the
         names of those that a loop repeats.
+    - `pieces`: the dims that count equal pieces of an array, in the order of the program:
+        of one that was cut, or (true) of one that was put together.
     - `sums`: the sums of several events; `num_sums`: how often any was made.
     - `equation`: the operation that the walk is at; `block`, `checkpoint`, `num_loops`:
         the building block, the `jax.checkpoint` and the number of loops that it is in.
@@ -76,6 +78,7 @@ class Walk:
         self.num_loops = 0
         self.carried: list[tuple[Value, Value]] = []
         self.bodies: list[Body] = []
+        self.pieces: list[tuple[Dim, bool]] = []
         self.sums: list[Sum] = []
         self.num_sums = 0
         self.times = 1.0

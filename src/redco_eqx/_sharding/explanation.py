@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._base.tree import describe, size_text, table
+from redco_eqx._base.tree import describe, first_few, size_text, table
 from redco_eqx._sharding.mesh import (
     axes_in,
     axes_of,
@@ -122,6 +122,16 @@ class Explanation:
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
         return self._analysis.laid_out(dims)
 
+    def _not_followed(self) -> list[str]:
+        """The arrays that an override splits so that the program cannot follow."""
+        if self._analysis is None or self._laid_out is not None:
+            return []
+        return [
+            path
+            for path, d in self.decisions.items()
+            if self._analysis.laid_out({path: tensor_dim(d.spec)}) is None
+        ]
+
     @property
     def stored(self) -> "dict[str, Stored]":
         """The arrays that are stored split and gathered for use, by path."""
@@ -195,6 +205,11 @@ class Explanation:
         split = self.with_activations
         if plain is not None:
             lines.append(str(plain))
+        if unknown := self._not_followed():
+            lines.append(
+                "the bytes that a step sends are not predicted: the program cannot "
+                f"follow the split of {first_few(unknown)}"
+            )
         _, why_left = self._with_own_activations
         if why_left and axis_size(self.mesh, "tensor") > 1:
             lines.append(f"the activations are left to the compiler: {why_left}")
