@@ -247,6 +247,89 @@ def test_a_thing_in_the_place_of_another_is_refused(call: Any, words: str) -> No
     assert_refused_early(call, TypeError, words)
 
 
+@functools.cache
+def population() -> Any:
+    """Three states in one, as for `jax.vmap`."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *[state()] * 3)
+
+
+ONE = "state must be one TrainState ... (3,) ... x[0] ... jax.vmap"
+STACKED = [
+    refused("fit-state-stacked", lambda: fit(population()), f"fit: {ONE}"),
+    refused("evaluate-state-stacked", lambda: evaluate(population()), ONE),
+    refused("predict-state-stacked", lambda: predict(population()), ONE),
+    refused("train_step-state-stacked", lambda: train_step(population()), ONE),
+    refused("eval_step-state-stacked", lambda: eval_step(population()), ONE),
+    refused("predict_step-state-stacked", lambda: predict_step(population()), ONE),
+    refused("Evaluation-state-stacked", lambda: evaluation(population()), ONE),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), STACKED)
+def test_several_states_in_one_are_refused(call: Any, words: str) -> None:
+    assert_refused_early(call, ValueError, words)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.jit], ids=["vmap", "jit"])
+def test_init_model_under_a_transformation_is_refused(transform: Any) -> None:
+    def make(key: Any) -> Any:
+        return rx.init_model(Normed, mesh(), key=key)
+
+    keys = jax.random.split(KEY, 2) if transform is jax.vmap else KEY
+    with pytest.raises(TypeError, match=r"key is traced.*Call it outside"):
+        transform(make)(keys)
+
+
+class Static(eqx.Module):
+    weight: Any
+    mean: Any = eqx.field(static=True)
+
+
+def test_init_model_names_an_array_in_a_static_field() -> None:
+    def make(key: Any) -> Any:
+        return Static(jax.random.normal(key, (4,)), np.ones(4))
+
+    with pytest.raises(ValueError, match="mean is a static field that holds an array"):
+        rx.init_model(make, mesh(), key=KEY)
+
+
+TRAINABLE = {
+    "by_path": {"layers.0.weight": True},
+    "text": "layers.0",
+    "list": [True, False],
+}
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE.values(), ids=list(TRAINABLE))
+def test_what_selects_no_arrays_is_refused(trainable: Any) -> None:
+    with pytest.raises(TypeError, match=r"trainable must be .*eqx\.tree_at"):
+        rx.init_state(mlp(), ADAM, key=KEY, trainable=trainable)
+
+
+STREAMS = [
+    refused(
+        "Stream-examples-without_epoch",
+        lambda: rx.Stream(lambda: iter(EXAMPLES)),
+        "Stream: examples is called as examples(epoch)",
+    ),
+    refused(
+        "Stream-examples-without_shards",
+        lambda: rx.Stream(lambda epoch: iter(EXAMPLES), sharded=True),
+        "examples is called as examples(epoch, shard, num_shards)",
+    ),
+    refused(
+        "Stream-examples-nothing",
+        lambda: fit(examples=rx.Stream(lambda epoch: None)),
+        "examples(0) returned a NoneType ... iterable",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), STREAMS)
+def test_a_stream_of_another_form_is_refused(call: Any, words: str) -> None:
+    assert_refused_early(call, TypeError, words)
+
+
 OPTIMIZERS = [
     refused(
         "init_state-optimizer-function_of_optax",
@@ -443,7 +526,7 @@ OUTPUTS = [
     refused(
         "fit-loss-list",
         lambda: returning(lambda x: [x, x]),
-        "the loss ... list ... scalar",
+        "the loss ... scalar ... list ... returns a tuple: return loss, metrics",
     ),
     refused(
         "fit-metric-dict",

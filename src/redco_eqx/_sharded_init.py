@@ -34,6 +34,7 @@ from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, check_arguments, shard_rules
 from redco_eqx._step.buffers import check_apart
+from redco_eqx._step.static import check_static
 
 # Splitting up a traced program: small values are computed in order, and the rest leaf
 # by leaf.
@@ -318,9 +319,16 @@ def init_model(
             "shard_rules(model, mesh))."
         )
     check_functions("init_model", make_model=make_model)
-    key = _on_this_process(as_key("init_model", key))
+    key = as_key("init_model", key)
+    if isinstance(key, jax.core.Tracer):
+        raise TypeError(
+            "init_model: key is traced, but init_model places arrays on devices, which "
+            "no jit or vmap can do. Call it outside of them, once for each model."
+        )
+    key = _on_this_process(key)
     closed, arrays, static = trace_arrays(make_model, key)
     check_captured("init_model", static)
+    check_static(static)
     if is_shared(mesh):
         # Each process makes other parts of an array, so no later check sees a
         # difference.

@@ -265,6 +265,18 @@ def test_the_model_alone_into_another_optimizer(saved: Any) -> None:
     assert_same(found.params, state.params)
 
 
+def test_a_rate_that_became_a_whole_number_is_named(tmp_path):
+    def begin_with(rate: Any) -> Any:
+        optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+        return rx.init_state(
+            eqx.nn.Linear(2, 2, key=helpers.KEY), optimizer, key=helpers.KEY
+        )
+
+    rx.save(tmp_path, begin_with(0.1))
+    with pytest.raises(ValueError, match=r"learning_rate: int32.*such as 1\.0\)"):
+        rx.restore(tmp_path, begin_with(1))
+
+
 def test_new_and_missing_leaves(saved: Any) -> None:
     state, directory = saved
     head = {"weight": jnp.ones((4, 8)), "bias": jnp.ones(4)}

@@ -404,7 +404,7 @@ ERRORS = [
     pytest.param(
         lambda: taken(epochs_of(rx.Stream(range(7))), 1),
         ValueError,
-        r"epoch 0 does not fill one batch",
+        r"epoch 0 ends before its first batch is full",
         id="Stream-examples-too_few",
     ),
     pytest.param(

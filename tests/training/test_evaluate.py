@@ -373,7 +373,9 @@ def test_a_stream_that_ends_early_is_evaluated_with_a_warning() -> None:
 @pytest.mark.parametrize("num", [0, 7])
 def test_a_stream_without_a_batch_is_refused(num: int) -> None:
     short = rx.Evaluation(rx.Stream(range(num)), num_batches=3, **OF_STREAM)
-    raised(ValueError, short, STATES["one"], match="does not fill one batch")
+    raised(
+        ValueError, short, STATES["one"], match="ends before its first batch is full"
+    )
 
 
 def test_each_evaluation_of_a_run_reads_the_same_examples() -> None:

@@ -259,25 +259,36 @@ def check_functions(where: str, **functions: object) -> None:
     belong to its name."""
     for name, function in functions.items():
         named = _CALLED_WITH_NAMED.get(name, ())
-        listed = [*_CALLED_WITH[name], *(f"{x}=..." for x in named)]
-        form = f"{name}({', '.join(listed)})"
-        if not callable(function):
-            raise TypeError(
-                f"{where}: {name} must be a function, {form}, but is "
-                f"{_short(function)}."
-            )
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some functions written in C have no signature
-            continue
-        try:
-            signature.bind(*_CALLED_WITH[name], **dict.fromkeys(named))
-        except TypeError as error:
-            hint = " Take those that it does not use as **_." if named else ""
-            raise TypeError(
-                f"{where}: {name} is called as {form}, but this function takes "
-                f"{signature}: {error}.{hint}"
-            ) from None
+        check_call(where, name, function, _CALLED_WITH[name], named)
+
+
+def check_call(
+    where: str,
+    name: str,
+    function: object,
+    arguments: Sequence[str],
+    named: Sequence[str] = (),
+) -> None:
+    """Raise `TypeError` unless `function` is a function that takes these arguments, the
+    last ones by name."""
+    listed = [*arguments, *(f"{x}=..." for x in named)]
+    form = f"{name}({', '.join(listed)})"
+    if not callable(function):
+        raise TypeError(
+            f"{where}: {name} must be a function, {form}, but is {_short(function)}."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    try:
+        signature.bind(*arguments, **dict.fromkeys(named))
+    except TypeError as error:
+        hint = " Take those that it does not use as **_." if named else ""
+        raise TypeError(
+            f"{where}: {name} is called as {form}, but this function takes "
+            f"{signature}: {error}.{hint}"
+        ) from None
 
 
 def without_options(function: Any) -> Any:
@@ -321,10 +332,15 @@ def as_mean(x: Mean | ArrayLike, weight: ArrayLike, what: str) -> Mean:
     """
     is_mean = isinstance(x, Mean)
     if not is_mean and (x is None or isinstance(x, Mapping | Sequence | eqx.Module)):
+        hint = (
+            "Does the function return it? Metrics have one level of names: "
+            '{"group/name": value}.'
+        )
+        if isinstance(x, list):
+            hint = "A function with metrics returns a tuple: return loss, metrics."
         raise TypeError(
             f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. "
-            "Does the function return "
-            'it? Metrics have one level of names: {"group/name": value}.'
+            f"{hint}"
         )
     if is_mean:
         parts = {"total": x.total, "weight": x.weight}

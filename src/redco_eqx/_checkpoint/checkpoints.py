@@ -54,7 +54,7 @@ from redco_eqx._checkpoint.run_record import (
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._sharding.pieces import array_checksums
-from redco_eqx._step.state import TrainState, check_is_state, step_of
+from redco_eqx._step.state import TrainState, check_is_one_state, step_of
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
@@ -112,7 +112,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         - `CheckpointError`: this save or the previous one could not be written, or the
             first one could not be read back. Earlier checkpoints are not affected.
         """
-        check_is_state(state, "save: state")
+        check_is_one_state(state, "save: state")
         if os.getpid() != self._pid:
             raise CheckpointError(
                 f"save: {self._directory} belongs to process {self._pid}, and this is "
@@ -318,7 +318,7 @@ def save(
     **Raises:** as `Checkpoints.open` and `CheckpointWriter.save` do.
     """
     config = Checkpoints(directory, keep_last=None)
-    check_is_state(state, "save: state")
+    check_is_one_state(state, "save: state")
     with config.open() as writer:
         return writer.save(state, metrics=metrics, extras=extras)
 

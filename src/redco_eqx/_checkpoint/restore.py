@@ -33,7 +33,7 @@ from redco_eqx._checkpoint.run_record import (
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._sharding.pieces import array_checksums
-from redco_eqx._step.state import TrainState, check_is_state
+from redco_eqx._step.state import TrainState, check_is_one_state
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def restore(
     """
     orbax_checkpoint()
     directory = local(directory)
-    check_is_state(like, "restore: like")
+    check_is_one_state(like, "restore: like")
     if only not in (None, "model"):
         raise ValueError(
             f'restore: only={only!r}, but it must be "model", or None for all.'
@@ -219,10 +219,13 @@ def select(
             continue
         allowed = new if mine else unused
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed):
-            problems.append(
+            problem = (
                 f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in "
                 "the checkpoint"
             )
+            if mine and other and _is_whole_number(mine) != _is_whole_number(other):
+                problem += " (write the number with a point, such as 1.0)"
+            problems.append(problem)
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(
@@ -240,6 +243,10 @@ def select(
                 f"{lack}."
             )
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
+
+
+def _is_whole_number(array: ArrayInfo) -> bool:
+    return array.shape == () and array.dtype.startswith(("int", "uint"))
 
 
 def _is_alike(one: ArrayInfo, other: ArrayInfo) -> bool:

@@ -402,8 +402,9 @@ def _with_ends(
                 yield ready[0], end if is_end else ready[1]
             elif is_end and start == 0:
                 raise ValueError(
-                    f"Stream: epoch {end.epoch - 1} does not fill one batch. A "
-                    "function of the epoch must return a new iterable each time."
+                    f"Stream: epoch {end.epoch - 1} ends before its first batch is "
+                    "full. Use a smaller batch_size. If earlier epochs were longer, "
+                    "the function of the epoch must return a new iterable each time."
                 )
             if is_end:
                 return

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 
-from redco_eqx._base.protocols import Examples
+from redco_eqx._base.protocols import Examples, check_call
 from redco_eqx._base.tree import describe, first_few, is_array
 
 
@@ -141,6 +141,9 @@ class Stream:
                 "num_shards), which gives the part of a shard; examples is a "
                 f"{type(self.examples).__name__}."
             )
+        if self.is_function:
+            shard = ("shard", "num_shards") if self.sharded else ()
+            check_call("Stream", "examples", self.examples, ("epoch", *shard))
 
     @property
     def is_function(self) -> bool:

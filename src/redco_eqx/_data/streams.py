@@ -361,10 +361,15 @@ def _refills(source: Any) -> bool:
 
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:
     source: Any = stream.examples
-    if stream.is_function and stream.sharded:
-        return source(epoch, position.shard, position.num_shards)
     if stream.is_function:
-        return source(epoch)
+        shard = position[:2] if stream.sharded else ()
+        items = source(epoch, *shard)
+        if not hasattr(items, "__iter__"):
+            raise TypeError(
+                f"Stream: examples({', '.join(map(str, (epoch, *shard)))}) returned a "
+                f"{type(items).__name__}, but must return an iterable."
+            )
+        return items
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     return source

@@ -83,7 +83,7 @@ def init_state(
     array or a value that can be neither hashed nor compared with a copy of it, a
     function in the model holds an array (in a closure, for example), arrays are on
     different meshes, an array is deleted, or no leaf is trainable although you passed
-    an optimizer.
+    an optimizer. `TypeError` for an argument of another type.
     """
     if isinstance(model, TrainState):
         raise TypeError(
@@ -111,7 +111,7 @@ def init_state(
     arrays = to_arrays(model)
     state_arrays = {} if model_state is None else to_arrays(model_state)
     chosen = to_paths(
-        eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x)
+        _filtered(model, trainable), lambda x: is_array(x) and is_trainable(x)
     )
     for path in buffer_paths(model):
         chosen.pop(path, None)
@@ -229,3 +229,18 @@ def _described(mesh: Any) -> str:
         if mesh.size == 1
         else f"a mesh of {mesh.size} devices, {dict(mesh.shape)}"
     )
+
+
+def _filtered(model: Any, trainable: Any) -> Any:
+    """`eqx.filter(model, trainable)`. Raises `TypeError` for something else than a
+    function of a leaf, or a tree of booleans like the model."""
+    try:
+        return eqx.filter(model, trainable)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "init_state: trainable must be a function of a leaf that returns a "
+            "boolean, or a tree like the model with booleans for leaves, but is a "
+            f"{type(trainable).__name__}. To train one layer: eqx.tree_at(lambda "
+            "m: m.layer, jax.tree.map(lambda _: False, model), True). (eqx.filter: "
+            f"{str(error).splitlines()[0]})"
+        ) from error

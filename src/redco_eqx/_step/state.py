@@ -378,6 +378,19 @@ def check_is_state(x: object, what: str) -> None:
     raise TypeError(f"{what} must be a TrainState, but is a {type(x).__name__}. {hint}")
 
 
+def check_is_one_state(x: object, what: str) -> None:
+    """As `check_is_state`; also raise `ValueError` for several states in one, stacked
+    for `vmap`."""
+    check_is_state(x, what)
+    shape = getattr(getattr(x, "step", None), "shape", ())
+    if shape:
+        raise ValueError(
+            f"{what} must be one TrainState, but its step has the shape {shape}, as if "
+            "several were stacked. Take one: jax.tree.map(lambda x: x[0], state); or "
+            "call a step under jax.vmap."
+        )
+
+
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
     """The first leaf that differs between two trees by shape or dtype: its path, and
     the leaf before and after."""

@@ -92,6 +92,7 @@ from redco_eqx._step.state import (
     TRAIN,
     TrainState,
     check_alive,
+    check_is_one_state,
     check_is_state,
     check_unchanged,
     stream,
@@ -209,13 +210,16 @@ def train_step(
         them, it also gets `value` (the loss), `grad`, `value_fn` (the loss of this
         batch as a function of the parameters, for a line search) and `grad_fn` (the
         gradient of the loss, for `optax.contrib.sam`).
-    - `num_microbatches`: the number of parts that the batch is divided into. Their
-        weighted gradients are accumulated in float32, so the result is that of the
-        whole batch. The number must divide the batch.
+    - `num_microbatches`: the number `k` of parts that the batch is divided into. It
+        must divide the batch. Part `i` holds the rows `i`, `i + k`, `i + 2 k`, ..., on
+        every mesh. The weighted gradients of the parts are accumulated in float32. The
+        result is that of the whole batch if the loss is a mean or a [`Mean`][] over
+        rows, and another one if rows meet in it (a contrastive loss, pairs of rows) or
+        in the model's state.
     - `reduce_once`: true to sum gradients over `data` once in a step, and not for each
         microbatch. `loss_fn` is then called for each data shard of each microbatch by
-        itself, as it is for microbatches: the result is that of the whole batch if the
-        loss is a mean or a [`Mean`][] over rows, and another one if rows meet in it.
+        itself, as it is for microbatches: where rows meet in the loss, the result is
+        not that of the whole batch.
         Each shard has a key of its own, so with random numbers the result depends on
         the size of `data`. Under `fsdp`, gradients are still split over it for each
         microbatch. JAX maps the loss by `vmap` over the shards: a `while_loop` runs as
@@ -253,7 +257,7 @@ def train_step(
     cast, for example); `shardings` does not fit the arrays, or is on another mesh; a
     `jit` is under `jax.set_mesh` of another mesh.
     """
-    check_is_state(state, "train_step: state")
+    check_is_one_state(state, "train_step: state")
     check_functions("train_step", loss_fn=loss_fn)
     check_takes_model("train_step", lambda: state.model, loss_fn=loss_fn)
     check_optimizer("train_step", state, optimizer, exactly=False)
@@ -359,7 +363,7 @@ def eval_step(
     loss = float(step(state, batch)["loss"])
     ```
     """
-    check_is_state(state, "eval_step: state")
+    check_is_one_state(state, "eval_step: state")
     check_functions("eval_step", loss_fn=loss_fn)
     check_takes_model("eval_step", lambda: state.model, loss_fn=loss_fn)
     size = _num_rows("eval_step", batch)
@@ -404,7 +408,7 @@ def predict_step(
     `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of
     the batch.
     """
-    check_is_state(state, "predict_step: state")
+    check_is_one_state(state, "predict_step: state")
     check_functions("predict_step", predict_fn=predict_fn)
     check_takes_model("predict_step", lambda: state.model, predict_fn=predict_fn)
     size = _num_rows("predict_step", batch)

@@ -38,7 +38,7 @@ from redco_eqx._distributed.consensus import agree, from_first, is_shared
 from redco_eqx._paths import local_path
 from redco_eqx._sharding.mesh import in_own_context, put_global, replicated
 from redco_eqx._step.compile_cache import check_compiles, compile_once, signature
-from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
+from redco_eqx._step.state import TrainState, check_is_one_state, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.in_flight import NUM_AHEAD
 from redco_eqx._training.loggers import write_atomically
@@ -66,8 +66,12 @@ def evaluate(
     batch_size: int,
     programs: Programs | None = None,
 ) -> dict[str, float]:
-    """Compute the loss and metrics over all examples, as exact weighted means, for any
-    batch size and mesh.
+    """Compute the loss and metrics over all examples, as exact weighted means over
+    batches.
+
+    If the loss is a mean or a [`Mean`][] over rows, the numbers are the same for any
+    batch size and mesh. If rows meet in it, as in a contrastive loss, they depend on
+    which rows share a batch.
 
     The model is in inference mode. If `loss_fn` returns a scalar, its weight is the
     number of examples in the batch; a [`Mean`][] has its own weight.
@@ -89,8 +93,9 @@ def evaluate(
     - `examples`: as for `batches`, but no `Stream`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. If the last examples do not
-        fill a batch, they are evaluated without padding. The random numbers that
-        `loss_fn` draws for these depend on the number of data shards.
+        fill a batch, they are evaluated without padding: a batch that the data shards
+        divide, and one of the rest. So which of these rows share a batch depends on the
+        number of data shards, and so do the random numbers that `loss_fn` draws.
     - `programs`: a dict that keeps the compiled programs. Create it empty, and pass it
         to each call. The same functions are then traced once for each shape, as by
         `jax.jit`: what they read besides their arguments stays as it was.
@@ -191,7 +196,7 @@ def _outputs(
     and at the end. If it raises an error, the generator ends. Compiled programs are
     added to `programs`, and those that are there already are not traced again.
     """
-    check_is_state(state, f"{where}: state")
+    check_is_one_state(state, f"{where}: state")
     check_compiles(where)
     data: Data | Stream
     if num_batches is not None and isinstance(examples, Stream):
@@ -473,10 +478,10 @@ class Evaluation:
                 "Evaluation: outside of fit it needs collate_fn, loss_fn and "
                 "batch_size."
             )
-        check_is_state(state, "Evaluation: state")
+        check_is_one_state(state, "Evaluation: state")
         step = step_of(state)
         state = state if self.state_fn is None else self.state_fn(state)
-        check_is_state(state, "Evaluation: what state_fn returns")
+        check_is_one_state(state, "Evaluation: what state_fn returns")
         common: Any = self.collate_fn, self.batch_size
         losses = _outputs(
             "evaluate",

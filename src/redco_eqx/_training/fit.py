@@ -36,7 +36,7 @@ from redco_eqx._step.compile_cache import (
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import (
     TrainState,
-    check_is_state,
+    check_is_one_state,
     check_steps,
     order_key,
     state_mesh,
@@ -168,7 +168,7 @@ def fit(
     also saved if there are `checkpoints`.
     """
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
-    check_is_state(state, "fit: state")
+    check_is_one_state(state, "fit: state")
     check_compiles("fit")
     check_examples("fit: train_examples", train_examples)
     if callable(train_examples):
