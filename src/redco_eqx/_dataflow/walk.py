@@ -55,8 +55,8 @@ class Walk:
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name; `opaque_in_loops`: the
         names of those that a loop repeats.
-    - `pieces`: the dims that count equal pieces of an array, in the order of the program:
-        of one that was cut, or (true) of one that was put together.
+    - `pieces`: the dims that count equal pieces of an array, in the order of the
+        program: of one that was cut, or (true) of one that was put together.
     - `sums`: the sums of several events; `num_sums`: how often any was made.
     - `equation`: the operation that the walk is at; `block`, `checkpoint`, `num_loops`:
         the building block, the `jax.checkpoint` and the number of loops that it is in.
