@@ -327,7 +327,7 @@ def mutants(session: nox.Session) -> None:
     """Put faults into the core one at a time, and count those that tests see: a table,
     in an hour or two."""
     session.install(*BOTH, *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
-    for part in session.posargs or ("measure", "run"):
+    for part in session.posargs or ("measure", "forget", "run"):
         session.run("python", "benchmarks/mutants.py", part)
 
 

@@ -5,15 +5,17 @@ tests detect some.
     python benchmarks/mutants.py sample
     # Record the lines and the time of each test, once per code:
     python benchmarks/mutants.py measure
+    # Forget the fates, but not which test killed a mutant:
+    python benchmarks/mutants.py forget
     # Run each mutant against the tests of its subpackage, and print a table:
     python benchmarks/mutants.py run
 
-You may stop `run` and start it again: it goes on where it was. `measure` forgets the
-fates of the mutants.
+You may stop `run` and start it again: it goes on where it was.
 
-cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that
-run the line of a mutant are tried, the quickest first. If no test is known to run it
-(the line runs at import, or in a process that a test starts), all tests of its
+cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The test that
+killed it the last time is tried first. Then the tests that run the line of a mutant
+are tried, the quickest first. If no test is known to run it (the line runs at import,
+or in a process that a test starts, or nothing was measured), all tests of its
 subpackage are tried.
 """
 
@@ -206,16 +208,18 @@ def write(mutants: list[dict[str, Any]]) -> None:
     LIST.write_text(json.dumps(mutants, indent=1) + "\n")
 
 
+def forget() -> None:
+    """Forget the fates of the mutants, but not the test that killed one."""
+    mutants = json.loads(LIST.read_text())
+    for mutant in mutants:
+        for name in ("killed", "tests", "seconds"):
+            mutant.pop(name, None)
+    write(mutants)
+
+
 def measure() -> None:
     """Run the tests once under coverage. Record the lines that each test function runs,
-    and its seconds. Forget the fates of the mutants."""
-    drawn = ("file", "line", "operator", "occurrence", "change")
-    write(
-        [
-            {name: mutant[name] for name in drawn}
-            for mutant in json.loads(LIST.read_text())
-        ]
-    )
+    and its seconds."""
     shutil.rmtree(MEASURED, ignore_errors=True)
     MEASURED.mkdir()
     config = MEASURED / "rc"
@@ -292,6 +296,51 @@ def node_of(name: str) -> str:
     return f"{module.replace('.', '/')}.py::{function}"
 
 
+def last_killer(mutant: dict[str, Any]) -> list[str]:
+    """Return the test function that killed a mutant the last time, in every file that
+    has one of this name: tests move too."""
+    _, _, test = mutant.get("by", "").partition("::")
+    name = test.partition("[")[0]
+    if not name:
+        return []
+    paths = [
+        path
+        for folder in TESTS[room_of(REPOSITORY / mutant["file"])]
+        for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("test_*.py")]
+        if path.is_file() and f"def {name}(" in path.read_text()
+    ]
+    return [f"{path.relative_to(REPOSITORY)}::{name}" for path in dict.fromkeys(paths)]
+
+
+def killed_by(nodes: list[str], copy: pathlib.Path) -> str:
+    """Run tests with the package in `copy`. Return the first that failed, or `""`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as arguments:
+        arguments.write("\n".join(nodes))
+        arguments.flush()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-x", "-q"]
+        command += ["-p", "no:cacheprovider", f"@{arguments.name}"]
+        try:
+            run = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=AT_MOST_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return "a test that hangs"
+    for line in run.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            return line.split(" - ")[0]
+    return f"status {run.returncode}" if run.returncode else ""
+
+
 def fate(
     mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]
 ) -> dict[str, Any]:
@@ -314,6 +363,7 @@ def fate(
     nodes = [
         node for node in nodes if any(node.startswith(folder) for folder in folders)
     ]
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as base:
         copy = pathlib.Path(base) / "src"
         shutil.copytree(
@@ -321,51 +371,23 @@ def fate(
         )
         target = copy / path.relative_to(REPOSITORY / "src")
         target.write_text(code)
-        arguments = pathlib.Path(base) / "tests.txt"
-        arguments.write_text("\n".join(nodes or folders))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(copy),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        command = [sys.executable, "-m", "pytest", "-x", "-q"]
-        command += ["-p", "no:cacheprovider", f"@{arguments}"]
-        began = time.monotonic()
-        try:
-            run = subprocess.run(
-                command,
-                cwd=REPOSITORY,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=AT_MOST_SECONDS,
-            )
-            failed = [
-                line
-                for line in run.stdout.splitlines()
-                if line.startswith(("FAILED", "ERROR"))
-            ]
-            by = (
-                failed[0].split(" - ")[0]
-                if failed
-                else f"status {run.returncode}"
-                if run.returncode
-                else ""
-            )
-        except subprocess.TimeoutExpired:
-            by = "a test that hangs"
-    taken = round(time.monotonic() - began)
+        by = ""
+        for tests in (last_killer(mutant), nodes or folders):
+            if tests and not by:
+                by = killed_by(tests, copy)
     return {
         **mutant,
+        "line": line,
         "killed": bool(by),
         "by": by,
         "tests": len(nodes) or "subpackage",
-        "seconds": taken,
+        "seconds": round(time.monotonic() - began),
     }
 
 
 def run() -> None:
-    known, (lines, seconds) = operators(), tests_of()
+    known = operators()
+    lines, seconds = tests_of() if MEASURED.exists() else ({}, {})
     mutants = json.loads(LIST.read_text())
 
     def settle(number: int) -> None:
@@ -403,6 +425,8 @@ def main() -> None:
         LIST.write_text(json.dumps(sample(), indent=1) + "\n")
     elif sys.argv[1:] == ["measure"]:
         measure()
+    elif sys.argv[1:] == ["forget"]:
+        forget()
     elif sys.argv[1:] == ["run"]:
         run()
     else:

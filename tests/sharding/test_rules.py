@@ -380,6 +380,13 @@ def test_numbers_in_names_are_an_order():
         assert decisions[f"layer{i}.weight"].role == ("column", "row")[i % 2]
 
 
+def test_one_number_among_names_is_no_order():
+    squares = {name: linear(16, 16) for name in ("a", "b", "c", "d8")}
+    decisions = decide(squares, abstract_mesh(tensor=4))
+    roles = [decisions[f"{name}.weight"].role for name in squares]
+    assert roles == ["column", "row", "column", "row"]
+
+
 GUESSES = [
     "w1 w2 w3 w4",
     "a b c d",
