@@ -152,7 +152,13 @@ def newest(session: nox.Session) -> None:
     `-- --reduced`)."""
     session.install("-e", ".", "-e", "./models", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
-        session.run("pytest", "tests/step", "tests/checkpoint")
+        session.run(
+            "pytest",
+            "tests/step",
+            "tests/checkpoint",
+            "tests/sharding",
+            "tests/planning/test_planning.py",
+        )
     else:
         session.run("pytest", *PARALLEL)
         session.install(*BOTH, *group("parity"))
