@@ -26,6 +26,7 @@ from fit_helpers import (
     raised,
     scalar_loss,
 )
+from helpers import assert_close
 from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, order
 
@@ -58,6 +59,38 @@ def test_fit_is_the_loop_by_hand() -> None:
     assert told
     assert all(shardings == layout for shardings in told)
     assert {path: x.sharding for path, x in found.params.items()} == layout
+
+
+def own_step(state: Any, batch: Any, **keywords: Any) -> Any:
+    return rx.train_step(state, batch, **keywords)
+
+
+def smoothed(gradient: jax.Array) -> jax.Array:
+    """Laplacian smoothing (Osher et al. 2018), by a Fourier transform."""
+    length = gradient.shape[-1]
+    factor = 3 - 2 * jnp.cos(2 * jnp.pi * jnp.arange(length) / length)
+    return jnp.real(jnp.fft.ifft(jnp.fft.fft(gradient) / factor)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("step_fn", [rx.train_step, own_step], ids=["default", "own"])
+def test_an_optimizer_with_a_fourier_transform_is_corrected(step_fn: Any) -> None:
+    """XLA does not transform an array along a dim that is split."""
+    optimizer = optax.chain(
+        optax.stateless(lambda tree, _: jax.tree.map(smoothed, tree)), optax.sgd(0.1)
+    )
+    examples = tiny.make_examples(32, dim=8)
+    arguments: Any = {
+        "batch_size": 16,
+        "optimizer": optimizer,
+        "num_epochs": 1,
+        "step_fn": step_fn,
+    }
+    one, several = (
+        fit(tiny.mlp_state(optimizer, mesh), examples, **arguments)
+        for mesh in (rx.make_mesh(data=1), rx.make_mesh(tensor=4))
+    )
+    assert any("tensor" in str(x.sharding.spec) for x in several.params.values())
+    assert_close(one.params, several.params, rtol=1e-5, atol=1e-6)
 
 
 def test_steps_cut_and_repeat_epochs_and_microbatches_are_those_of_train_step() -> None:

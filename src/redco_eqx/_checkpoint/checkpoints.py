@@ -12,10 +12,10 @@ already) with
 
 Orbax writes it as `<step>.orbax-checkpoint-tmp...` and renames it when it is complete,
 so a directory with this name is complete, unless it was damaged later. The checksums
-detect such damage; the directory then becomes `<step>.damaged`. A checkpoint that is
-not kept becomes `<step>.deleting` before it is removed. Beside them are `owner.json`
-(the process that writes here) and `history.jsonl` (the rows of the log). No pickle
-anywhere.
+detect such damage; the directory becomes `<step>.damaged` when `fit` continues from
+another one. A checkpoint that is not kept becomes `<step>.deleting` before it is
+removed. Beside them are `owner.json` (the process that writes here) and `history.jsonl`
+(the rows of the log). No pickle anywhere.
 """
 
 import contextlib
@@ -355,9 +355,9 @@ class Checkpoints:
     checkpoints it keeps. In your own loop, call `open`.
 
     `fit` saves in the background every `every_steps` steps, every `every_minutes`
-    minutes, at the end of the run, and when a signal ends it. Without both intervals,
-    it saves after each epoch. An evaluation at the same step comes before the save, and
-    its results are part of the checkpoint.
+    minutes, at the end of the run, and when a signal or an error ends it. Without both
+    intervals, it saves after each epoch. An evaluation at the same step comes before
+    the save, and its results are part of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints(

@@ -56,8 +56,8 @@ class RunRecord:
     - `identity`: further facts that distinguish the run from other runs: see
         `Identity`. Empty for a run of one process without checkpoints.
     - `id`: the id that marks the rows of the run in a log. Two runs from the same state
-        differ by it. (Whether a call continues a run is decided by `begin` and
-        `identity`.)
+        differ by it. (Whether a call continues a run is decided by `begin`, `identity`
+        and, for a state from the middle of the run, its arrays.)
     - `num_rows`: the number of these rows until `logged_until`.
     """
 

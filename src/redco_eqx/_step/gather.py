@@ -154,8 +154,8 @@ def _and_kept(policy: Policy | None) -> Policy:
 @dataclasses.dataclass(frozen=True)
 class _Taken:
     """An operation that takes weights ungathered: the operation, its operands, and the
-    weights among its results. Those of its operands that are in `halfway` are gathered
-    over `tensor` alone."""
+    weights among its results. If `halfway`, the operands are gathered over `tensor`
+    alone."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()

@@ -47,7 +47,7 @@ def gradient_of(
     """Return the gradient of the batch in `inputs`, as a function of the parameters.
 
     `function` returns `(loss, (Mean of the loss, metrics, model state))`. It is traced
-    once, here: a line search calls the gradient several times.
+    here, and not in each call: a line search calls the gradient several times.
 
     - `num_microbatches`, `reduce_once`: see `train_step`.
     - `splits`, `reshard`: see `program_of`.

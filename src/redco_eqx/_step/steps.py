@@ -11,18 +11,18 @@ A training step on its way from `fit` to XLA:
    compiles it, unless `compile_once` (`compile_cache.py`) has the program already.
 3. While JAX traces it, `train_step` below reads the layout from the shardings and
    splits the rows of the batch (`layout.py`).
-4. `program_of` (`passes.py`) traces the loss once, as a program of plain arrays, and
-   changes this program: `gather.py` gathers weights where they are used, then
-   `jax.value_and_grad` differentiates it, `constraints.py` lays out its activations if
-   the loss is wrapped in `split_activations`, and `workarounds.py` replaces operations
-   that XLA's partitioner gets wrong.
-5. `gradient.py` calls the program, once or for each microbatch. `update`
+4. `gradient_of` (`gradient.py`) calls `program_of` (`passes.py`), which makes the
+   gradient of the loss a program of plain arrays: `gather.py` gathers weights where
+   they are used, then `jax.value_and_grad` differentiates it, `constraints.py` lays out
+   its activations if the loss is wrapped in `split_activations`, and `workarounds.py`
+   replaces operations that XLA's partitioner gets wrong.
+5. The program is called once, or for each microbatch. `update`
    (`optimizer.py`) applies the optimizer. Gradients, parameters and optimizer state
    are constrained to the layout, from which XLA's partitioner (Shardy) derives the
    communication.
-6. The loop calls the compiled program with the leaves of the state, which it donates,
-   and with the batch. It keeps the steps that have not finished in
-   `_training/in_flight.py`.
+6. The loop calls the compiled program with the leaves of the state and with the batch.
+   It donates these leaves, but for frozen arrays that the step does not change. It
+   keeps the steps that have not finished in `_training/in_flight.py`.
 
 CONTRIBUTING.md tells the whole way, from the batch to the row of the log.
 
@@ -191,7 +191,8 @@ def train_step(
     of the direction in which the loss grows. So conjugate it in the optimizer:
     `optax.chain(optax.stateless(lambda g, _: jax.tree.map( jnp.conj, g)), optimizer)`.
 
-    `loss_fn` is traced once. The step warns, once, about parameters that the loss does
+    `loss_fn` is traced once, or twice if [`split_activations`][] leaves its activations
+    to the compiler. The step warns, once, about parameters that the loss does
     not depend on.
 
     ```python
@@ -281,7 +282,7 @@ def train_step(
         check_unchanged(state, dataclasses.replace(state, model_state=new_model_state))
         return loss.value, (loss, metrics, new_model_state)
 
-    # Traced once, here. A line search may call it several times.
+    # Traced here, and not in each call: a line search may call it several times.
     differentiate = gradient_of(
         on_arrays(state, loss_of),
         (params, state.frozen, state.model_state, batch, key),

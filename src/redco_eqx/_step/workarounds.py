@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
@@ -257,7 +257,15 @@ def for_partitioner(
     """
     if mesh is None or mesh.size == 1:
         return program
+    return program.replace(_corrected(program.closed.jaxpr, mesh, kernels))
 
+
+def is_wrong_on(jaxpr: Jaxpr, mesh: Mesh | AbstractMesh) -> bool:
+    """True if `for_partitioner` would replace an operation."""
+    return mesh.size > 1 and _corrected(jaxpr, mesh, ()) is not jaxpr
+
+
+def _corrected(jaxpr: Jaxpr, mesh: Mesh | AbstractMesh, kernels: Kernels) -> Jaxpr:
     def replacement(e: JaxprEqn) -> Callable[..., Array] | None:
         return (
             replace_convolution(e, mesh, kernels)
@@ -265,4 +273,4 @@ def for_partitioner(
             or replace_pad(e)
         )
 
-    return program.replace(replace_operations(program.closed.jaxpr, replacement))
+    return replace_operations(jaxpr, replacement)

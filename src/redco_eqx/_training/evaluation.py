@@ -468,7 +468,7 @@ class Evaluation:
 
         `options` are `programs`, as for [`evaluate`][], and `watch`, a function that is
         called before each batch and at the end, and whose error ends the evaluation.
-        `fit` passes both, so that a run traces the functions once.
+        `fit` passes both, so that an evaluation does not trace the functions again.
 
         Raises `ValueError` for a value that is missing or cannot be used, and any error
         that the functions raise.

@@ -80,7 +80,7 @@ def fit(
     `fit` reads the mesh and the layout from the arrays of `state`. Each call starts new
     epochs. The order of their examples depends on the key of `state` and on the step at
     which the call begins. At the end of an epoch, training drops the examples that do
-    not fill a batch (different ones each time). Each call traces the functions once. If
+    not fill a batch (different ones each time). Each call traces the functions anew. If
     their program is that of an earlier call, nothing is compiled again, unless the
     program calls back into Python.
 

@@ -1,9 +1,10 @@
 """The identity of a run: facts that distinguish it from other runs, and reveal a
 process that differs.
 
-The facts are about its state, functions and examples. The identity is computed once,
-compared between processes before the first step, saved with every checkpoint, and
-compared again when a run continues.
+The facts are about its state, functions and examples. `identify` finds those of state
+and examples before a run begins or continues, and `with_programs` those of the
+functions when the first batch is there. They are compared between processes before the
+first step, saved with every checkpoint, and compared again when a run continues.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from redco_eqx._step.window import Window
 NUM_AHEAD = 4
 """The maximum number of unfinished steps. Waiting batches take memory, and the CPU
 client can deadlock when computations that wait for each other take all of its threads
-(see `give_threads`; no upstream issue is known)."""
+(see `give_threads` in `_sharding/mesh.py`; no upstream issue is known)."""
 
 
 @dataclasses.dataclass

@@ -17,14 +17,15 @@ from redco_eqx._step.state import TrainState, state_mesh
 from redco_eqx._step.step_functions import TrainStepFn
 from redco_eqx._step.steps import corrected, train_step
 from redco_eqx._step.window import Window, accumulated
+from redco_eqx._step.workarounds import is_wrong_on
 
 
 class TrainProgram(NamedTuple):
     """A compiled step that leaves the state as it was if the step is not finite.
 
-    - `compiled`: `(arrays, constants, window, batch) -> (arrays, window)`, where
-        `arrays` and `constants` are the leaves of a state. It reuses the memory of
-        `arrays`. `constants` are frozen arrays, which it neither changes nor returns.
+    - `compiled`: `(changing, constants, window, batch) -> (changing, window)`, where
+        `changing` and `constants` are the leaves of a state. It reuses the memory of
+        `changing`. `constants` are frozen arrays, which it neither changes nor returns.
     - `is_constant`: for each leaf of a state, whether it is among the `constants`.
     - `taken_over`: the paths of the frozen arrays that are not.
     - `window`: an empty window, on the devices.
@@ -97,14 +98,17 @@ def train_program(
         num_microbatches=num_microbatches,
         shardings=state.shardings,
     )
-    # `train_step` has corrected its program already.
-    if not is_train_step(step_fn):
-        own_step = corrected(own_step)
-    step = jax.jit(guarded(own_step))
-    everywhere = replicated(state_mesh(state))
+    mesh = state_mesh(state)
+    everywhere = replicated(mesh)
+    is_good = put_global(np.ones((), bool), everywhere)
     # A `jit` that is called inside another one is traced once for each function and
     # types of arguments. So the trace of the body below uses this one.
-    trace = step.trace(state, batch, put_global(np.ones((), bool), everywhere))
+    step = jax.jit(guarded(own_step))
+    trace = step.trace(state, batch, is_good)
+    # `train_step` has corrected its gradient already, but not the optimizer.
+    if is_wrong_on(trace.jaxpr.jaxpr, mesh):
+        step = jax.jit(guarded(corrected(own_step)))
+        trace = step.trace(state, batch, is_good)
     # The results of the trace are the state, the metrics, and `ok`.
     window = jax.tree.map(
         lambda x: put_global(x, everywhere), Window.empty(trace.out_info[1])

@@ -1,5 +1,5 @@
-"""The checkpoints of `fit`: when it saves, and from which checkpoint a run
-continues."""
+"""The checkpoints of `fit`: saves that the clock or an evaluation asks for, and the
+checkpoint from which a run continues."""
 
 import dataclasses
 import os
@@ -93,8 +93,9 @@ class Saver:
         layout, and the record of the run at that state.
 
         If that run has no checkpoint, return `state` itself, and the record of the
-        beginning. The arrays of `state` are deleted before those of the checkpoint are
-        read, so that the two need not fit in memory together.
+        beginning. The arrays of `state`, but for frozen ones that are those of the
+        checkpoint, are deleted before those of the checkpoint are read, so that the two
+        need not fit in memory together.
 
         Warn if the optimizer keeps hyperparameters in its state that are not those of
         `state`. Those of the checkpoint count; with `allow_changes`, those of `state`.
