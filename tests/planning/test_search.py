@@ -1,7 +1,9 @@
 """The trials of a plan, and their order: pure functions, with an invented compiler."""
 
 import dataclasses
+import inspect
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -202,13 +204,19 @@ def test_the_verdict_names_what_the_device_has_not_what_was_allowed(
     assert tried.verdict == "needs 17.38 GiB, but 15.75 GiB are available"
 
 
+def own_policy(*_: Any, **__: Any) -> bool:
+    return False
+
+
 def test_a_policy_among_the_options_is_written_by_its_name() -> None:
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names("row_out")
     for policy, expected in {
-        policies.nothing_saveable: "remat=nothing_saveable",
-        named: f"remat={named!r}",
+        policies.nothing_saveable: "nothing_saveable",
+        # A class in JAX 0.10.2, and a function inside another one in 0.12.
+        named: "save_only_these_names" if inspect.isfunction(named) else repr(named),
+        own_policy: "own_policy",
     }.items():
         one = dataclasses.replace(trial(1.0), options={"remat": policy})
-        assert str(one).endswith(expected)
+        assert f"remat={expected}" in str(one)
         assert " at 0x" not in str(one)

@@ -84,7 +84,13 @@ class Trial:
 
 def _named(value: Option) -> str:
     """Write the value of an option: a function by its name, without its address."""
-    return getattr(value, "__name__", repr(value))
+    if getattr(value, "__module__", "").startswith("jax."):
+        # From JAX 0.12 on, a policy of names is a function inside another one.
+        name = getattr(value, "__qualname__", "")
+        name = name.partition(".<locals>")[0]
+    else:
+        name = getattr(value, "__name__", "")
+    return name or repr(value)
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
