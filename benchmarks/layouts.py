@@ -543,7 +543,7 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> tuple[list[str], lis
         cells.get(name, "-")
         for name in ("paths", "hand", "parallax", "column", "largest", "whole")
     ]
-    counts = [str(len(by_flow)), str(len(analysis.walk.steps))]
+    counts = [str(len(by_flow)), str(len(analysis.walk.visits))]
     return [
         case.name,
         cells["dataflow"],

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
@@ -320,7 +321,7 @@ def init_model(
         )
     check_functions("init_model", make_model=make_model)
     key = as_key("init_model", key)
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, Tracer):
         raise TypeError(
             "init_model: key is traced, but init_model places arrays on devices, which "
             "no jit or vmap can do. Call it outside of them, once for each model."

@@ -21,8 +21,8 @@ from redco_eqx._dataflow.values import (
     Atom,
     Dim,
     Leads,
-    Step,
     Value,
+    Visit,
     leading_atoms,
     new_dims,
     resolve,
@@ -76,11 +76,12 @@ class Strategy(NamedTuple):
 class Operation:
     """An operation that is not contracted into a group.
 
-    - `step`: the operation's place in the walk; `None` for the update of a parameter.
+    - `visit`: the operation, as the walk visited it; `None` for the update of a
+        parameter.
     - `over_batch`: true if the results are summed over the batch axes.
     """
 
-    step: Step | None
+    visit: Visit | None
     operands: list[Value]
     results: list[Value]
     times: tuple[float, float]
@@ -123,8 +124,8 @@ class Values:
         for before, after in walk.carried:
             self._join(before, after, [(i, i) for i in range(len(before.dims))])
             self._spoiled |= {id(before), id(after)}
-        for step in walk.steps:
-            self._add(step)
+        for visit in walk.visits:
+            self._add(visit)
         for parameter, gradient in zip(walk.parameters, walk.gradients):
             if gradient is not None:
                 both = set(self.splits(parameter)) & set(self.splits(gradient))
@@ -214,57 +215,57 @@ class Values:
             None,
         )
 
-    def _add(self, step: Step) -> None:
-        operands = [x for x in step.operands if any(x.dims)]
-        self._know(*operands, *step.results)
-        if not operands and not any(any(x.dims) for x in step.results):
+    def _add(self, visit: Visit) -> None:
+        operands = [x for x in visit.operands if any(x.dims)]
+        self._know(*operands, *visit.results)
+        if not operands and not any(any(x.dims) for x in visit.results):
             return
-        if step.handed:
-            self._hand_on(step)
+        if visit.handed:
+            self._hand_on(visit)
             return
-        if step.equation.primitive.name == "sharding_constraint":
-            self._constraint(step)
+        if visit.equation.primitive.name == "sharding_constraint":
+            self._constraint(visit)
             return
-        sizes = [tuple(size_of(dim) for dim in x.dims) for x in step.operands]
-        local = Walk(self.walk.rule_of, step.block)
+        sizes = [tuple(size_of(dim) for dim in x.dims) for x in visit.operands]
+        local = Walk(self.walk.rule_of, visit.block)
         inputs = [
             Value(new_dims(size), x.num_bytes, (0,), True)
-            for size, x in zip(sizes, step.operands)
+            for size, x in zip(sizes, visit.operands)
         ]
-        outputs = local.results(step.equation, inputs)
-        name = step.equation.primitive.name
+        outputs = local.results(visit.equation, inputs)
+        name = visit.equation.primitive.name
         is_sum = name in ADDING_UP and len(operands) == 2
         is_scaled = (
             name in ("mul", "div")
             and len(operands) == 1
-            and operands[0] is step.operands[0]
+            and operands[0] is visit.operands[0]
         )
         is_linear = (name in LINEAR and len(operands) == 1) or is_scaled
         passes = (is_sum or is_linear) and all(id(x) in self._pending for x in operands)
         if passes:
-            self._pending |= {id(x) for x in step.results}
+            self._pending |= {id(x) for x in visit.results}
         can_join = (
             len(outputs) == 1
             and operands
             and not local.events
             and not (is_sum and passes)
         )
-        if can_join and self._contract(step, inputs, outputs[0]):
+        if can_join and self._contract(visit, inputs, outputs[0]):
             if not is_linear:
-                self._spoiled.add(id(step.results[0]))
+                self._spoiled.add(id(visit.results[0]))
         else:
             self._operation(
-                step, local, inputs, outputs, passes and (is_linear or self.scatters)
+                visit, local, inputs, outputs, passes and (is_linear or self.scatters)
             )
 
-    def _contract(self, step: Step, inputs: Sequence[Value], output: Value) -> bool:
+    def _contract(self, visit: Visit, inputs: Sequence[Value], output: Value) -> bool:
         """Join operands and result into a group if all of them have the same dims."""
-        result = step.results[0]
+        result = visit.results[0]
         of_output = {resolve(dim): i for i, dim in enumerate(output.dims) if dim}
         if len(of_output) != sum(map(bool, output.dims)):
             return False
         pairs = []
-        for value, own in zip(step.operands, inputs):
+        for value, own in zip(visit.operands, inputs):
             if not any(own.dims):
                 continue
             dims = [
@@ -279,11 +280,11 @@ class Values:
 
     # Operations.
 
-    def _hand_on(self, step: Step) -> None:
+    def _hand_on(self, visit: Visit) -> None:
         """Add a value that is passed into a loop or out of it. A stack of layers has
         one more dim outside."""
-        (one,) = step.operands
-        (other,) = step.results
+        (one,) = visit.operands
+        (other,) = visit.results
         shift = len(other.dims) - len(one.dims)
         common = [i for i in self.splits(one) if i + shift in self.splits(other)]
         options = [Strategy((i,), (i + shift,), 0.0) for i in common]
@@ -291,16 +292,16 @@ class Values:
         if any(one.dims):
             self.operations.append(
                 Operation(
-                    step, [one], [other], step.handed or (1, 1), [whole, *options]
+                    visit, [one], [other], visit.handed or (1, 1), [whole, *options]
                 )
             )
 
-    def _constraint(self, step: Step) -> None:
+    def _constraint(self, visit: Visit) -> None:
         """Add a constraint of the program, which is kept. Each dim that it leaves open
         may be split."""
-        value = step.operands[0]
-        result = step.results[0]
-        spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][
+        value = visit.operands[0]
+        result = visit.results[0]
+        spec = [*visit.equation.params["sharding"].spec, *[None] * len(value.dims)][
             : len(value.dims)
         ]
         stands = [i for i in self.splits(value) if spec[i] == "tensor"]
@@ -308,12 +309,12 @@ class Values:
         options = [Strategy((s,), (s,), 0.0) for s in stands or (WHOLE, *free)]
         self._spoiled |= {id(value), id(result)}
         self.operations.append(
-            Operation(step, [value], [result], (step.times, step.times), options)
+            Operation(visit, [value], [result], (visit.times, visit.times), options)
         )
 
     def _operation(
         self,
-        step: Step,
+        visit: Visit,
         local: Walk,
         inputs: Sequence[Value],
         outputs: Sequence[Value],
@@ -322,7 +323,7 @@ class Values:
         """Add an operation with its strategies. If it `passes`, results are pending if
         operands are."""
         batch: set[Atom] = set()
-        for value, own in (*zip(step.operands, inputs), *zip(step.results, outputs)):
+        for value, own in (*zip(visit.operands, inputs), *zip(visit.results, outputs)):
             batch |= {
                 resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]
             }
@@ -348,18 +349,18 @@ class Values:
                     found[key].append(i)
             return dict(found)
 
-        operands = [(x, own) for x, own in zip(step.operands, inputs) if any(x.dims)]
+        operands = [(x, own) for x, own in zip(visit.operands, inputs) if any(x.dims)]
         of_operands = [places(x, own) for x, own in operands]
-        of_results = [places(x, own) for x, own in zip(step.results, outputs)]
+        of_results = [places(x, own) for x, own in zip(visit.results, outputs)]
         events = [
             ([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e.kind)
             for e in local.events
         ]
-        name = step.equation.primitive.name
+        name = visit.equation.primitive.name
         work = next((use.work for use in local.uses if name in PRODUCTS), 0.0)
-        work /= self.num_shards if any(map(self.batch_dims, step.operands)) else 1
+        work /= self.num_shards if any(map(self.batch_dims, visit.operands)) else 1
         strategies = [
-            Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)
+            Strategy((WHOLE,) * len(operands), (WHOLE,) * len(visit.results), work)
         ]
         for key in dict.fromkeys(
             key for found in (*of_operands, *of_results) for key in found
@@ -381,27 +382,28 @@ class Values:
                 found[key][0] if key in found else PENDING if hit else WHOLE
                 for found in of_results
             )
-            if any(g == WHOLE and any(x.dims) for g, x in zip(gives, step.results)) or (
-                hit and name == "gather" and key not in of_operands[0]
-            ):
+            gives_whole = any(
+                g == WHOLE and any(x.dims) for g, x in zip(gives, visit.results)
+            )
+            if gives_whole or (hit and name == "gather" and key not in of_operands[0]):
                 continue
             if not hit and all(g in (WHOLE, PENDING) for g in gives):
                 continue
             is_late = bool(hit) and key[0] not in batch and not self.scatters
             strategies.append(Strategy(takes, gives, work / self.tensor, is_late))
         if name in ADDITIVE and any(kind in ("sum", "lookup") for _, _, kind in events):
-            self._pending |= {id(x) for x in step.results}
+            self._pending |= {id(x) for x in visit.results}
         if passes:
             strategies.append(
                 Strategy(
-                    (PENDING,) * len(operands), (PENDING,) * len(step.results), work
+                    (PENDING,) * len(operands), (PENDING,) * len(visit.results), work
                 )
             )
-        times = step.times, step.times
+        times = visit.times, visit.times
         taken = [x for x, _ in operands]
-        over_batch = any(self._leads.over_batch(e) for e in step.events)
+        over_batch = any(self._leads.over_batch(e) for e in visit.events)
         self.operations.append(
-            Operation(step, taken, list(step.results), times, strategies, over_batch)
+            Operation(visit, taken, list(visit.results), times, strategies, over_batch)
         )
 
     def _find_states(self) -> None:

@@ -304,7 +304,7 @@ def choose_layout(
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=analysis.score)
     other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
     layout = improve(
-        layout, other, paths, len(analysis.walk.steps), decided, analysis.score
+        layout, other, paths, len(analysis.walk.visits), decided, analysis.score
     )
     return dataclasses.replace(analysis, layout=layout)
 

@@ -212,13 +212,13 @@ def over_fsdp(
     uses = defaultdict[int, list[tuple[str, Value, float]]](list)
     in_loops = set[int]()
     read_wide = set[int]()
-    for step in analysis.walk.steps:
-        if any(x.is_data for x in step.results):
-            for x in step.operands:
+    for visit in analysis.walk.visits:
+        if any(x.is_data for x in visit.results):
+            for x in visit.operands:
                 for leaf in x.weights:
-                    uses[leaf].append((step.block, x, step.times))
-                    in_loops |= {leaf} if step.times > 1 else set()
-                    read_wide |= set() if _reads_narrow(step.equation) else {leaf}
+                    uses[leaf].append((visit.block, x, visit.times))
+                    in_loops |= {leaf} if visit.times > 1 else set()
+                    read_wide |= set() if _reads_narrow(visit.equation) else {leaf}
     total = 0.0
     for leaf, path in enumerate(analysis.traced.paths):
         if path not in stored or not uses[leaf]:

@@ -76,8 +76,8 @@ from redco_eqx._dataflow.values import (
     STREAM,
     Event,
     Split,
-    Step,
     Value,
+    Visit,
     size_of,
     total_bytes,
 )
@@ -123,8 +123,8 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
 
     def run(splits: dict[int, int]) -> Sent:
         sent = Sent(costs, splits, wanted, cut, parts)
-        for step in walk.steps:
-            sent.step(step)
+        for visit in walk.visits:
+            sent.visit(visit)
         return sent
 
     sent = run(dict(splits))
@@ -151,12 +151,12 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
 def _passed_back(walk: Walk, found: dict[int, int]) -> dict[int, int]:
     """The splits `found` of values, by `id`, and those of the values that become these
     by being passed on."""
-    for step in reversed(walk.steps):
-        if step.equation.primitive.name in _PASSING:
-            numbers = [found[id(x)] for x in step.results if id(x) in found]
+    for visit in reversed(walk.visits):
+        if visit.equation.primitive.name in _PASSING:
+            numbers = [found[id(x)] for x in visit.results if id(x) in found]
             found |= {
                 id(x): numbers[0]
-                for x in step.operands
+                for x in visit.operands
                 if numbers and id(x) not in found
             }
     return found
@@ -176,32 +176,32 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
     # The array of the batch that a value is.
     row_of = {id(x): id(x) for x in walk.rows}
     met = set[tuple[int, int]]()
-    for step in walk.steps:
-        operands = {id(x) for x in step.operands}
-        passes = step.equation.primitive.name in _PASSING
+    for visit in walk.visits:
+        operands = {id(x) for x in visit.operands}
+        passes = visit.equation.primitive.name in _PASSING
         if passes and operands <= inputs:
-            inputs |= {id(x) for x in step.results}
+            inputs |= {id(x) for x in visit.results}
         elif passes and len(operands) == 1 and operands <= row_of.keys():
             row = row_of[operands.pop()]
-            row_of |= {id(x): row for x in step.results}
+            row_of |= {id(x): row for x in visit.results}
         elif (
-            step.equation.primitive.name in _MEETING
+            visit.equation.primitive.name in _MEETING
             and not operands <= inputs | row_of.keys()
         ):
             met |= {
                 (row_of[id(x)], number)
-                for x in step.operands
+                for x in visit.operands
                 if id(x) in row_of
                 for number in costs.leads.of(x.dims)
             }
     cut = set[tuple[int, int]]()
-    for step in walk.steps:
-        for result in step.results:
+    for visit in walk.visits:
+        for result in visit.results:
             number = wanted.get(id(result))
             if number is None:
                 continue
             led = [dim for dim in result.dims if number in costs.leads.of([dim])]
-            for x in step.operands:
+            for x in visit.operands:
                 row = row_of.get(id(x))
                 is_kept = id(x) in inputs
                 if row is not None:
@@ -232,13 +232,13 @@ def _met_rows(walk: Walk, sent: "Sent") -> dict[int, int]:
     # The array of the batch that a value was computed from.
     source = {id(x): id(x) for x in walk.rows}
     found = dict[int, int]()
-    for step in walk.steps:
-        with_dims = [id(x) for x in step.operands if x.dims]
+    for visit in walk.visits:
+        with_dims = [id(x) for x in visit.operands if x.dims]
         known = {source[x] for x in with_dims if x in source}
         if len(known) == 1 and all(x in source for x in with_dims):
-            source |= dict.fromkeys(map(id, step.results), known.pop())
-        elif step.equation.primitive.name in _MEETING:
-            numbers = {sent.split_of(x) for x in step.results}
+            source |= dict.fromkeys(map(id, visit.results), known.pop())
+        elif visit.equation.primitive.name in _MEETING:
+            numbers = {sent.split_of(x) for x in visit.results}
             for row in sorted(known, key=list(rows).index):
                 for number in sent.leads.splitting(rows[row].dims):
                     if number in numbers:
@@ -290,24 +290,24 @@ class Sent:
         """The fraction of an array that one device along `tensor` holds."""
         return 1.0 if self.split_of(value) is None else 1 / self._costs.tensor
 
-    def step(self, step: Step) -> None:
+    def visit(self, visit: Visit) -> None:
         """Run an operation in the split that sends least, among the splits of its
         operands."""
-        if step.block == STREAM:
-            self._gather(step)
+        if visit.block == STREAM:
+            self._gather(visit)
             return
         numbers = dict.fromkeys(
-            n for x in step.operands if (n := self.split_of(x)) is not None
+            n for x in visit.operands if (n := self.split_of(x)) is not None
         )
         partial = dict.fromkeys(
-            self._partial[id(x)] for x in step.operands if id(x) in self._partial
+            self._partial[id(x)] for x in visit.operands if id(x) in self._partial
         )
         wanted = dict.fromkeys(
-            self._wanted[id(x)] for x in step.results if id(x) in self._wanted
+            self._wanted[id(x)] for x in visit.results if id(x) in self._wanted
         )
         options = [
-            (*self._through(step, n), n)
-            for n in numbers or partial or wanted or self._used_in_parts(step)
+            (*self._through(visit, n), n)
+            for n in numbers or partial or wanted or self._used_in_parts(visit)
         ]
         chosen = None
         if options:
@@ -319,14 +319,14 @@ class Sent:
             self.of_split[number] += sent
             self.moved += moved
             self.moved_by[number] += moved
-            self._gathered |= {self._copy(step, value, number) for value in gathered}
+            self._gathered |= {self._copy(visit, value, number) for value in gathered}
             is_whole = bool(numbers) or not partial
-            for value in step.results:
+            for value in visit.results:
                 if is_whole and number in self.leads.splitting(value.dims):
                     self._splits[id(value)] = number
                 elif number in self.leads.of(value.dims):
                     self._partial[id(value)] = number
-        for event in step.events:
+        for event in visit.events:
             if self.leads.over_batch(event):
                 part = self.part(event.sent)
                 size = self._costs.sent_over_batch(event, part, chosen)
@@ -335,33 +335,33 @@ class Sent:
                 if chosen is not None and more > 0:
                     self.of_split[chosen.number].append((event, more))
 
-    def _used_in_parts(self, step: Step) -> dict[int, None]:
+    def _used_in_parts(self, visit: Visit) -> dict[int, None]:
         """The splits in which the results of a sum over the batch are used later. Only
         these parts are summed."""
-        if not any(self.leads.over_batch(event) for event in step.events):
+        if not any(self.leads.over_batch(event) for event in visit.events):
             return {}
         return dict.fromkeys(
-            self._parts[id(x)] for x in step.results if id(x) in self._parts
+            self._parts[id(x)] for x in visit.results if id(x) in self._parts
         )
 
-    def _gather(self, step: Step) -> None:
+    def _gather(self, visit: Visit) -> None:
         """Pass a boundary of layers: values that were split before it are whole from
         here on."""
-        for value in step.operands:
+        for value in visit.operands:
             self._partial.pop(id(value), None)
             number = self._splits.pop(id(value), None)
             if number is not None:
                 split = self._costs.splits[number]
                 sent = [
                     (e, size)
-                    for e in step.events
+                    for e in visit.events
                     if (size := self._costs.caused(split, e)) > 0
                 ]
                 self.events += sent
                 self.of_split[number] += sent
 
     def _through(
-        self, step: Step, number: int
+        self, visit: Visit, number: int
     ) -> tuple[float, list[tuple[Event, float]], float, list[Value]]:
         """Price an operation in this split.
 
@@ -370,27 +370,27 @@ class Sent:
         """
         split = self._costs.splits[number]
         sent = []
-        for event in step.events:
+        for event in visit.events:
             size = self._costs.caused(split, event)
             if size > 0 and not self.leads.over_batch(event):
-                sent += self._sent(event, split, size, step)
+                sent += self._sent(event, split, size, visit)
         others = dict.fromkeys(
-            x for x in step.operands if self.split_of(x) not in (None, number)
+            x for x in visit.operands if self.split_of(x) not in (None, number)
         )
         gathered = [
-            x for x in others if self._copy(step, x, number) not in self._gathered
+            x for x in others if self._copy(visit, x, number) not in self._gathered
         ]
         moved = self._costs.gathered(
-            sum(self._costs.local_bytes(x, step.times) for x in gathered)
+            sum(self._costs.local_bytes(x, visit.times) for x in gathered)
         )
         # A gradient that is split in this way may be needed in another.
-        wrong = [x for x in step.results if self._wanted.get(id(x), number) != number]
+        wrong = [x for x in visit.results if self._wanted.get(id(x), number) != number]
         later = self._costs.gathered(
-            sum(x.num_bytes * step.times * self.part(x) for x in wrong)
+            sum(x.num_bytes * visit.times * self.part(x) for x in wrong)
         )
         return sum(size for _, size in sent) + moved + later, sent, moved, gathered
 
-    def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool, bool]:
+    def _copy(self, visit: Visit, value: Value, number: int) -> tuple[int, bool, bool]:
         """Identify the whole copy of an array that an operation takes. Equal copies are
         gathered once.
 
@@ -399,22 +399,24 @@ class Sent:
         exactly twice, in only one order of the operands. If the backward pass
         recomputes, it takes a copy of its own.
         """
-        is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
-        lengths = [self._length(x) for x in step.operands if self.split_of(x) == number]
+        is_weight = not any(self.leads.has_batch(x.dims) for x in visit.results)
+        lengths = [
+            self._length(x) for x in visit.operands if self.split_of(x) == number
+        ]
         is_long = max(lengths, default=0) > 2 * self._length(value)
         is_again = self._costs.recomputes and "transpose(" in str(
-            step.equation.source_info.name_stack
+            visit.equation.source_info.name_stack
         )
         return id(value), is_weight and not is_long, is_again
 
     def _sent(
-        self, event: Event, split: Split, size: float, step: Step
+        self, event: Event, split: Split, size: float, visit: Visit
     ) -> list[tuple[Event, float]]:
         """Price an event, given the splits of the operands. An operand may be gathered
         instead."""
         number = split.number
         if event.kind == "twice":
-            is_met = sum(self.split_of(x) == number for x in step.operands) > 1
+            is_met = sum(self.split_of(x) == number for x in visit.operands) > 1
             return [(event, size)] if is_met else []
         if len(event.along) != 2 or len(split.atoms) > 1:
             return [(event, size)]
@@ -429,7 +431,7 @@ class Sent:
         one = event.arrays[first]
         whole = self._costs.local_bytes(one, event.times)
         # Only a product uses a part of its operand; a convolution gathers it.
-        is_product = step.equation.primitive.name == "dot_general"
+        is_product = visit.equation.primitive.name == "dot_general"
         is_cut = is_product and (id(event.arrays[other]), number) in self._cut
         made = self._costs.local_bytes(event.sent, event.times)
         if places[other] is None and (is_cut or whole > made):

@@ -132,7 +132,7 @@ def alike(
     for o in values.operations:
         arrays = (*o.operands, *o.results)
         kind = color(
-            o.step is None,
+            o.visit is None,
             o.times,
             o.over_batch,
             *o.strategies,
@@ -200,7 +200,7 @@ class _Search:
         readers: dict[Any, list[Any]] = defaultdict(list)
         for operation, kind in zip(values.operations, kinds):
             # A checkpoint changes its own copies of what it reads.
-            inside = operation.step and id(operation.step.checkpoint)
+            inside = operation.visit and id(operation.visit.checkpoint)
             for place, value in enumerate(operation.operands):
                 readers[id(value), inside].append((kind, place))
         self.shares: dict[Any, dict[int, float]] = defaultdict(
@@ -292,7 +292,7 @@ class _Search:
             ends = [
                 (self.values.slot(value, s.takes[place]), False, j) for s, j in chosen
             ]
-            if operation.step is None and place == 0:
+            if operation.visit is None and place == 0:
                 # The update has the layout of the parameter.
                 for state, number in self.states_of(value).items():
                     self.equal([number], [j for other, _, j in ends if other == state])

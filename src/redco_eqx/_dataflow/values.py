@@ -330,9 +330,9 @@ class Use:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Step:
-    """An operation: its operands and results, how often it is done, and the events if
-    these are split.
+class Visit:
+    """An operation, as a walk visits it: its operands and results, how often it is
+    done, and the events if these are split.
 
     `block` is that of an [`Event`][]; `bodies` are the programs inside the operation
     that were walked; `checkpoint` is the `jax.checkpoint` that contains it.
@@ -354,7 +354,7 @@ class Body(NamedTuple):
 
     arguments: Sequence[Value]
     results: list[Value]
-    steps: list[Step]
+    visits: list[Visit]
 
 
 # Splits: the leading atoms of parameter dims that can be split over an axis.

@@ -21,10 +21,10 @@ from redco_eqx._dataflow.values import (
     Event,
     Leads,
     Split,
-    Step,
     Sum,
     Use,
     Value,
+    Visit,
     block_of,
     events_of,
     find_splits,
@@ -52,7 +52,7 @@ class Walk:
     - `parameters`, `rows`: the inputs of the program: parameters, and arrays of the
         batch.
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
-    - `events`, `uses`, `steps`: in the order of the program.
+    - `events`, `uses`, `visits`: in the order of the program.
     - `opaque`: operations about which nothing is known, by name; `opaque_in_loops`: the
         names of those that a loop repeats.
     - `pieces`: the dims that count equal pieces of an array, in the order of the
@@ -72,7 +72,7 @@ class Walk:
         self.rows: list[Value] = []
         self.events: list[Event] = []
         self.uses: list[Use] = []
-        self.steps: list[Step] = []
+        self.visits: list[Visit] = []
         self.opaque: dict[str, list[JaxprEqn]] = {}
         self.opaque_in_loops: dict[str, None] = {}
         self.num_loops = 0
@@ -88,7 +88,7 @@ class Walk:
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, [True] * len(program.outvars))
-        done: list[Step] = []
+        done: list[Visit] = []
 
         def read(atom: Operand) -> Value:
             known = None if isinstance(atom, Literal) else values.get(atom)
@@ -96,7 +96,7 @@ class Walk:
 
         for equation in itertools.compress(program.eqns, flags):
             operands = [read(atom) for atom in equation.invars]
-            num_steps = len(self.steps)
+            num_visits = len(self.visits)
             num_events = len(self.events)
             around = self.equation, self.block, self.bodies, self.checkpoint
             self.block = block_of(equation) or self.block
@@ -111,13 +111,13 @@ class Walk:
                 self._sum_later(operands, results)
             own = self.events[num_events:]
             inside = self.bodies, self.checkpoint
-            step = Step(
+            visit = Visit(
                 equation, self.times, operands, results, own, self.block, None, *inside
             )
-            if len(self.steps) == num_steps:
-                # Otherwise it has a body, whose steps are recorded instead.
-                self.steps.append(step)
-            done.append(step)
+            if len(self.visits) == num_visits:
+                # Otherwise it has a body, whose visits are recorded instead.
+                self.visits.append(visit)
+            done.append(visit)
             self.equation, self.block, self.bodies, self.checkpoint = around
             values.update(zip(equation.outvars, results))
         found = [read(atom) for atom in program.outvars]
@@ -274,8 +274,8 @@ class Walk:
         """
         times = (self.times * trips[0], self.times * trips[1])
         for one, other in zip(before, after):
-            self.steps.append(
-                Step(self.equation, self.times, [one], [other], [], handed=times)
+            self.visits.append(
+                Visit(self.equation, self.times, [one], [other], [], handed=times)
             )
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value) -> None:
@@ -508,11 +508,11 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
     Only one of the two dims is split, so an operand is gathered.
     """
     leads = costs.leads
-    for step in walk.steps:
-        before = [number for x in step.operands for number in leads.doubled(x.dims)]
+    for visit in walk.visits:
+        before = [number for x in visit.operands for number in leads.doubled(x.dims)]
         made = [
             (x, number)
-            for x in step.results
+            for x in visit.results
             if not x.weights
             for number in leads.doubled(x.dims)
         ]
@@ -520,21 +520,21 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             if number in before:
                 continue
             smallest = min(
-                step.operands[::-1], key=lambda x: x.num_bytes, default=value
+                visit.operands[::-1], key=lambda x: x.num_bytes, default=value
             )
             event = Event(
-                "twice", value.dims, smallest, (smallest,), step.equation, step.times
+                "twice", value.dims, smallest, (smallest,), visit.equation, visit.times
             )
-            step.events.append(event)
+            visit.events.append(event)
             costs.splits[number].sent.append(
-                (event, costs.gathered(costs.local_bytes(smallest, step.times)))
+                (event, costs.gathered(costs.local_bytes(smallest, visit.times)))
             )
 
 
 def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:
     values = (
         *walk.parameters,
-        *(value for step in walk.steps for value in step.results),
+        *(value for visit in walk.visits for value in visit.results),
     )
     found = [
         tuple(sorted(leads.splitting(value.dims)))

@@ -20,7 +20,7 @@ from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Strategy
 from redco_eqx._dataflow.engine import Analysis, laid_out_values, weigh
 from redco_eqx._dataflow.solution import Solution
 from redco_eqx._dataflow.tracing import TracedStep
-from redco_eqx._dataflow.values import Body, Step, Value
+from redco_eqx._dataflow.values import Body, Value, Visit
 from redco_eqx._sharding.constraint import sharding_constraint
 from redco_eqx._sharding.mesh import (
     STORED,
@@ -86,17 +86,17 @@ class _Constraints:
         # and the value.
         self.handed: dict[tuple[int, int], Strategy] = {}
         for operation, strategy in zip(self.values.operations, solution.strategies):
-            step = operation.step
-            if step is None:
+            visit = operation.visit
+            if visit is None:
                 continue
-            if step.handed:
-                self.handed[id(step.equation), id(step.operands[0])] = strategy
+            if visit.handed:
+                self.handed[id(visit.equation), id(visit.operands[0])] = strategy
             else:
-                self.strategies[id(step)] = strategy
+                self.strategies[id(visit)] = strategy
         self._axes = tuple(axis for axis in row_axes(mesh) if mesh.shape[axis] > 1)
 
     def program(
-        self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None
+        self, jaxpr: Jaxpr, found: Body, *, around: Visit | None = None
     ) -> Jaxpr:
         """Constrain a program as `found` says. The program is the body of the operation
         `around`."""
@@ -156,7 +156,7 @@ class _ConstrainedProgram:
         constraints: _Constraints,
         jaxpr: Jaxpr,
         found: Body,
-        around: Step | None,
+        around: Visit | None,
     ):
         self._constraints = constraints
         self._values = constraints.values
@@ -171,15 +171,15 @@ class _ConstrainedProgram:
     def write(self) -> Jaxpr:
         """Write the program with its constraints."""
         self._constrain_arguments()
-        steps = {id(step.equation): step for step in self._found.steps}
+        visits = {id(visit.equation): visit for visit in self._found.visits}
         for equation in self._jaxpr.eqns:
-            step = steps.get(id(equation))
-            if step is None:
+            visit = visits.get(id(equation))
+            if visit is None:
                 # No result depends on it, but it may print or write.
                 operands = [self._new.read(atom) for atom in equation.invars]
                 self._new.write(equation, operands)
             else:
-                self._write_step(step)
+                self._write_visit(visit)
         return self._new.program(self._results())
 
     def _constrain_arguments(self) -> None:
@@ -197,30 +197,30 @@ class _ConstrainedProgram:
                 own = self._constraints.state(value)
                 self._new.replace(var, self._put(var, value, own))
 
-    def _write_step(self, step: Step) -> None:
+    def _write_visit(self, visit: Visit) -> None:
         """Write an operation, with constraints of its operands and results."""
-        equation = step.equation
-        gives: Sequence[State] = [None] * len(step.results)
+        equation = visit.equation
+        gives: Sequence[State] = [None] * len(visit.results)
         operands = [self._new.read(atom) for atom in equation.invars]
-        strategy = self._constraints.strategies.get(id(step))
+        strategy = self._constraints.strategies.get(id(visit))
         if strategy is not None:
             taken = iter(strategy.takes)
-            for i, (atom, value) in enumerate(zip(equation.invars, step.operands)):
+            for i, (atom, value) in enumerate(zip(equation.invars, visit.operands)):
                 if any(value.dims):
                     operands[i] = self._take(atom, value, next(taken))
             gives = strategy.gives
-        elif step.bodies:
-            operands = self._hand(step, equation.invars, step.operands)
-            equation = self._with_constrained_bodies(step)
+        elif visit.bodies:
+            operands = self._hand(visit, equation.invars, visit.operands)
+            equation = self._with_constrained_bodies(visit)
         self._new.write(equation, operands)
-        is_call = step.bodies and equation.primitive.name not in (
+        is_call = visit.bodies and equation.primitive.name not in (
             "scan",
             "while",
             "cond",
         )
         if is_call:
             return  # its body has constrained the results
-        for var, value, given in zip(equation.outvars, step.results, gives):
+        for var, value, given in zip(equation.outvars, visit.results, gives):
             if any(value.dims):
                 self._constrain_result(equation, var, value, given)
 
@@ -259,7 +259,7 @@ class _ConstrainedProgram:
         return self._taken[atom, wanted]
 
     def _hand(
-        self, around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]
+        self, around: Visit | None, atoms: Sequence[Operand], values: Sequence[Value]
     ) -> list[Operand]:
         """Return the atoms that enter or leave the bodies of an operation, in the
         layouts that the bodies use."""
@@ -287,12 +287,12 @@ class _ConstrainedProgram:
                 results[i] = self._put(results[i], value, own)
         return results
 
-    def _with_constrained_bodies(self, step: Step) -> JaxprEqn:
+    def _with_constrained_bodies(self, visit: Visit) -> JaxprEqn:
         """Return the operation, with constraints in its bodies."""
-        equation = step.equation
+        equation = visit.equation
         if equation.primitive.name == "custom_linear_solve":
             return equation
-        bodies = iter(step.bodies)
+        bodies = iter(visit.bodies)
         # Of branches by platform, the walk has seen only the default, which names none.
         platforms = iter(equation.params.get("branches_platforms") or ())
 
@@ -302,6 +302,6 @@ class _ConstrainedProgram:
             found = next(bodies, None)
             if found is None:
                 return inner
-            return self._constraints.program(inner, found, around=step)
+            return self._constraints.program(inner, found, around=visit)
 
         return in_bodies(equation, constrain)
