@@ -165,7 +165,7 @@ class Epochs:
 
         `key` determines the order of each epoch; `fit` passes `order_key`. If the place
         has no positions, a stream is read again up to it. `verify` and `say` are as for
-        `Reading`. The thread that reads the stream calls `say`.
+        `Reading` (`streams.py`). The thread that reads the stream calls `say`.
         """
         while True:
             yield from self.rest(place, key=key, verify=verify, say=say)

@@ -5,9 +5,9 @@ They are gathered over `fsdp`, and over both axes if the spec splits a dim by an
 
 If the first use is in the body of a `lax.scan` over a stack of layers, of a
 `jax.checkpoint`, or of a `shard_map`, the gather is put into that body. So at most one
-layer of a scan is whole, and a checkpoint gathers again for the gradient instead of
+layer of a scan is whole, and `jax.checkpoint` gathers again for the gradient instead of
 keeping the gathered weights. Gathered weights that are to be kept have the name `KEPT`,
-and checkpoints keep values of this name.
+and `jax.checkpoint` keeps values of this name.
 """
 
 import dataclasses
@@ -114,11 +114,11 @@ def gather_where_used(
 
     **Returns:**
 
-    The new program, and the policy of a checkpoint to put around it; `None` if it needs
-    none. It needs one if no `jax.checkpoint` in it reads weights, because it would
-    otherwise keep all gathered weights for its gradient. With activations laid out,
-    only scans need one: to compute an activation again also sends its changes of layout
-    again.
+    The new program, and the policy of a `jax.checkpoint` to put around it; `None` if it
+    needs none. It needs one if no `jax.checkpoint` in it reads weights, because it
+    would otherwise keep all gathered weights for its gradient. With activations laid
+    out, only scans need one: to compute an activation again also sends its changes of
+    layout again.
     """
     mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
     if mesh is None:
@@ -146,7 +146,7 @@ def gather_where_used(
 
 
 def _and_kept(policy: Policy | None) -> Policy:
-    """The policy of a checkpoint that also keeps gathered weights of the name
+    """The policy of a `jax.checkpoint` that also keeps gathered weights of the name
     `KEPT`."""
     return also_by(_keep_gathered, policy) if policy else _keep_gathered
 
@@ -257,7 +257,7 @@ class _Gatherer:
         return _Taken(equation)
 
     def _take_inside(self, equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
-        """Gather in the body of a scan, a `jit` or a checkpoint."""
+        """Gather in the body of a scan, a `jit` or a `jax.checkpoint`."""
         kind = equation.primitive.name
         if kind == "scan":
             inputs = _in_one_step(equation, inputs)

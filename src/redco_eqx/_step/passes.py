@@ -118,7 +118,7 @@ def _gathered(
     differentiates: bool,
 ) -> Callable[..., Any]:
     """Return the function with its weights gathered where they are used. If it is to
-    be differentiated and needs a checkpoint, it becomes one."""
+    be differentiated and needs a `jax.checkpoint`, it becomes one."""
     program = trace(function, *inputs)
     num_others = len(program.closed.jaxpr.invars) - len(weights)
     program, policy = gather_where_used(

@@ -231,9 +231,9 @@ def train_step(
         parameters are constrained to it. Without it, the compiler decides.
     - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`:
         gathered weights are split again after use, and gathered again for the gradient.
-        `False`: they are kept until the gradient is done, also by checkpoints, and the
-        loss does not become one; this sends a quarter less, and takes more memory for
-        layers in a scan. `None`: as `True`, but on a mesh of CPUs, weights that are
+        `False`: they are kept until the gradient is done, also by `jax.checkpoint`, and
+        none is put around the loss; this sends a quarter less, and takes more memory
+        for layers in a scan. `None`: as `True`, but on a mesh of CPUs, weights that are
         gathered outside of scans are kept, because the compiler for CPU needs the same
         memory either way.
 
