@@ -93,9 +93,7 @@ def measured(name: str, side: str) -> dict[str, float]:
             ),
         )
         phase("cost line", lambda: cost(program.compiled, mesh))
-        jax.block_until_ready(
-            program.compiled(jax.tree.leaves(state), program.window, batch)
-        )
+        jax.block_until_ready(program(jax.tree.leaves(state), program.window, batch))
         return seconds
 
     params, static = eqx.partition(model, eqx.is_inexact_array)
