@@ -223,7 +223,7 @@ def select(
                 f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in "
                 "the checkpoint"
             )
-            if mine and other and _is_whole_number(mine) != _is_whole_number(other):
+            if mine and other and _became_whole_number(mine, other):
                 problem += " (write the number with a point, such as 1.0)"
             problems.append(problem)
     if problems:
@@ -245,8 +245,12 @@ def select(
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
-def _is_whole_number(array: ArrayInfo) -> bool:
-    return array.shape == () and array.dtype.startswith(("int", "uint"))
+def _became_whole_number(mine: ArrayInfo, other: ArrayInfo) -> bool:
+    """True if a scalar is an integer in the state, and none in the checkpoint."""
+    if mine.shape != () or other.shape != ():
+        return False
+    integers = ("int", "uint")
+    return mine.dtype.startswith(integers) and not other.dtype.startswith(integers)
 
 
 def _is_alike(one: ArrayInfo, other: ArrayInfo) -> bool:
