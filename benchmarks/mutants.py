@@ -303,13 +303,12 @@ def last_killer(mutant: dict[str, Any]) -> list[str]:
     name = test.partition("[")[0]
     if not name:
         return []
-    paths = [
-        path
-        for folder in TESTS[room_of(REPOSITORY / mutant["file"])]
-        for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("test_*.py")]
-        if path.is_file() and f"def {name}(" in path.read_text()
+    return [
+        f"{path.relative_to(REPOSITORY)}::{name}"
+        for folder in ("tests", "models/tests")
+        for path in sorted((REPOSITORY / folder).rglob("test_*.py"))
+        if f"def {name}(" in path.read_text()
     ]
-    return [f"{path.relative_to(REPOSITORY)}::{name}" for path in dict.fromkeys(paths)]
 
 
 def killed_by(nodes: list[str], copy: pathlib.Path) -> str:
