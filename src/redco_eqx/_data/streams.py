@@ -362,7 +362,7 @@ def _refills(source: Any) -> bool:
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:
     source: Any = stream.examples
     if stream.is_function:
-        shard = position[:2] if stream.sharded else ()
+        shard = (position.shard, position.num_shards) if stream.sharded else ()
         items = source(epoch, *shard)
         if not hasattr(items, "__iter__"):
             raise TypeError(

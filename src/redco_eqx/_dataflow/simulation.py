@@ -239,7 +239,7 @@ def _met_rows(walk: Walk, sent: "Sent") -> dict[int, int]:
             source |= dict.fromkeys(map(id, visit.results), known.pop())
         elif visit.equation.primitive.name in _MEETING:
             numbers = {sent.split_of(x) for x in visit.results}
-            for row in sorted(known, key=list(rows).index):
+            for row in known:
                 for number in sent.leads.splitting(rows[row].dims):
                     if number in numbers:
                         found.setdefault(row, number)

@@ -121,7 +121,7 @@ def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
     unit = _unit_of(memory)
 
     def text(num_bytes: int | None) -> str:
-        return "?" if num_bytes is None else f"{num_bytes / UNITS[unit]:.2f}"
+        return _in_unit(num_bytes, unit) or "?"
 
     rows = [
         ("on a device", unit),
@@ -142,11 +142,10 @@ def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     ]
     for trial in trials[:MOST]:
         predicted = f"{1000 * trial.seconds:.2f}"
-        peak = trial.memory.peak
-        held = "" if peak is None else f"{peak / UNITS[unit]:.2f}"
+        peak = _in_unit(trial.memory.peak, unit)
         sent = trial.sent_bytes / 2**20
         digits = 0 if sent >= 10 else 2
-        rows.append((str(trial), predicted, held, f"{sent:.{digits}f}", trial.verdict))
+        rows.append((str(trial), predicted, peak, f"{sent:.{digits}f}", trial.verdict))
     if len(trials) > MOST:
         rows.append((f"and {len(trials) - MOST} more", "", "", "", ""))
     return rows
@@ -159,6 +158,10 @@ def _unit_of(memory: Memory) -> str:
     """The unit of a table: MiB for a model that takes less than a tenth of a GiB."""
     num_bytes = memory.arguments if memory.peak is None else memory.peak
     return "GiB" if num_bytes >= GIB / 10 else "MiB"
+
+
+def _in_unit(num_bytes: int | None, unit: str) -> str:
+    return "" if num_bytes is None else f"{num_bytes / UNITS[unit]:.2f}"
 
 
 MOST = 12

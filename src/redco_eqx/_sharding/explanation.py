@@ -124,12 +124,13 @@ class Explanation:
 
     def _not_followed(self) -> list[str]:
         """The arrays that an override splits so that the program cannot follow."""
-        if self._analysis is None or self._laid_out is not None:
+        if self._analysis is None:
             return []
         return [
             path
             for path, d in self.decisions.items()
-            if self._analysis.laid_out({path: tensor_dim(d.spec)}) is None
+            if d.role == "override"
+            and self._analysis.laid_out({path: tensor_dim(d.spec)}) is None
         ]
 
     @property
@@ -205,7 +206,7 @@ class Explanation:
         split = self.with_activations
         if plain is not None:
             lines.append(str(plain))
-        if unknown := self._not_followed():
+        elif unknown := self._not_followed():
             lines.append(
                 "the bytes that a step sends are not predicted: the program cannot "
                 f"follow the split of {first_few(unknown)}"
